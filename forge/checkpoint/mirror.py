@@ -56,6 +56,8 @@ class Mirror:
         self._files = filesystem_of(url)
         self._steps: list[int] | None = None  # known once the index has been read
         self._newest, self._count = -1, 0
+        self.files = 0
+        """Number of files copied so far."""
         self._given_up = threading.Event()
         self._lock = threading.Lock()
         self._waiting: Path | None = None  # the links of a copy that has not begun
@@ -121,11 +123,18 @@ class Mirror:
         self._newest = min(self._newest, step)
         self._work.put(lambda: self._forget_after(step))
 
-    def close(self, wait_s: float | None = None) -> None:
-        """Wait for all requested copies, at most `wait_s` seconds (None: without a limit), and end the thread."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for all requested copies, at most `seconds` (None: no limit). Return whether they are complete.
+
+        Afterwards no copy may be requested.
+        """
         self._work.put(None)
-        self._thread.join(wait_s)
-        if self._thread.is_alive():
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def close(self, seconds: float | None = None) -> None:
+        """Wait like `wait`. Then give up the copies that are not complete."""
+        if not self.wait(seconds):
             message = "checkpoint.mirror %s: the copy of step %d is not complete; the next start makes it"
             log.warning(message, self._url, self._newest, extra=Cause.MIRROR_FAILED.mark)
             self._given_up.set()
@@ -146,6 +155,7 @@ class Mirror:
         def put(name: str) -> None:
             url = join(target, name)
             with_retries(url, lambda: self._files.put_file(str(folder / name), url))
+            self.files += 1
 
         _each(put, [name for name in names if name != MANIFEST], self._given_up)
         put(MANIFEST)

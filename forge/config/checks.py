@@ -231,8 +231,10 @@ def _engine(config: Config) -> Iterator[Problem]:
         # FSDP2 makes groups of its own for this in every unit. Stages make theirs at different times.
         one = "cannot be a number with pipeline parallelism"
         yield problem("parallel.reshard_after_forward", one, "use auto, always or never", "parallel.pp")
-    decay = any(fnmatchcase("layers.0.attention.decay", glob) for glob in config.precision.fp32_modules)
-    apart = decay and config.precision.compute == "bfloat16" and "linear" in config.model.pattern
+    pins = config.precision.fp32_modules
+    decays = [pin for pin in pins if fnmatchcase("layers.0.attention.decay", pin)]
+    apart = decays and not any(fnmatchcase("layers.0", pin) for pin in decays)
+    apart = apart and config.precision.compute == "bfloat16" and "linear" in config.model.pattern
     if engine == "fsdp2" and parallel.cpu_offload and config.compile.enabled and apart:
         whole = "cannot keep the float32 decays of linear attention whole, as compile.enabled = true needs"
         others = "compile.enabled", "precision.fp32_modules", "model.layer_pattern"

@@ -83,7 +83,9 @@ def check_files(dataset: str | Path) -> Iterator[FileCheck]:
             raise UserError(str(error), FAILED) from None
         for path, plan in plans.items():
             if plan.dataset != fingerprint:
-                yield FileCheck(path, 0, "was made for other content of this dataset; pack it again")
+                yield FileCheck(
+                    path, 0, "was made for other content of this dataset; remove it and pack again"
+                )
 
 
 def _check(path: Path, record: FileRecord, sums: Path | None, first: int) -> FileCheck:

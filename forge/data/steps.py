@@ -7,7 +7,7 @@ step depend only on the numbers of earlier samples and tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -117,16 +117,13 @@ def steps_from(
 def mixtures_ahead(
     dataset: PackedDataset, ranges: Iterable[tuple[int, StepPlan]], sample: int
 ) -> Iterator[tuple[PackedDataset, int, int]]:
-    """Yield (dataset, first sample, end sample) for each range of steps that read one mixture.
+    """Yield (dataset, first sample, end sample) for each mixture of the steps of `ranges`.
 
     ranges: from `Phases.ranges`. sample: first global sample of the first range. Each dataset has the order that
-    `steps_from` has in this range.
+    `steps_from` has under this mixture.
     """
-    weights: Sequence[float] | None = None
-    for number, (steps, plan) in enumerate(ranges):
-        if not number or plan.weights != weights:
-            weights = plan.weights
-            dataset = dataset.following(dataset.continuing(dataset.order, sample, weights), None, weights)
-        end = dataset.order.nth(sample, steps * plan.windows)
+    for weights, group in groupby(ranges, key=lambda one: one[1].weights):
+        dataset = dataset.following(dataset.continuing(dataset.order, sample, weights), None, weights)
+        end = dataset.order.nth(sample, sum(steps * plan.windows for steps, plan in group))
         yield dataset, sample, end
         sample = end

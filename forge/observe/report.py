@@ -61,6 +61,11 @@ class RunPhases(Hook):
             for listener in self._listeners:
                 listener(phase, step)
 
+    def renew(self) -> None:
+        """Begin the current phase again, so that its time limit counts from now."""
+        for listener in self._listeners:
+            listener(*self.now)
+
     def may_compile(self, step: int) -> None:
         """Let `step` take as long as the first step, because it may compile the model again."""
         self._first_step = step
@@ -113,7 +118,12 @@ class Reporter:
         """Report that the ranks are connected and will train with this layout."""
         world, about = self.world, environment(self.world.device)
         self.event(
-            "started", world_size=world.size, launcher=world.launcher, layout=layout, environment=about
+            "started",
+            world_size=world.size,
+            launcher=world.launcher,
+            restarted=world.restarted,
+            layout=layout,
+            environment=about,
         )
         if self._fallback:
             log.info(

@@ -31,17 +31,14 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
 # Keys that decide a run's numbers. Keys not listed, such as the microbatch size, leave them equal up to rounding.
 NUMBERS = (
+    *("model.", "optimizer.", "schedule.", "phase", "data.temperature", "run.seed", "train.steps"),
     *(
-        "model.",
-        "optimizer.",
-        "schedule.",
-        "data.sources",
-        "phases",
-        "run.seed",
-        "train.steps",
         "train.tokens",
+        "train.seq_len",
+        "train.global_batch_size",
+        "train.grad_clip_norm",
+        "train.z_loss_coef",
     ),
-    *("train.seq_len", "train.global_batch_size", "train.grad_clip_norm", "train.z_loss_coef"),
 )
 # Protects trackers.json: the trackers of a run share it, and each has its own thread.
 _saving = threading.Lock()
@@ -170,7 +167,8 @@ class Tracker:
 
     def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
         """Add a point to each curve in `values`, except for values of None."""
-        self._do(lambda: self._write(step, values))
+        copied = dict(values)  # the caller may change its own
+        self._do(lambda: self._write(step, copied))
 
     def discard_after(self, step: int, history_ends: bool, rollbacks: int = 0) -> None:
         """Continue the curves from `step`, because the run restarts there.
@@ -217,8 +215,12 @@ class Tracker:
         saved = read_object(self._path).get(self._kind, {})
         record, last = saved.get("record"), int(saved.get("step", -1))
         numbers = {key: value for key, value in self._config.items() if key.startswith(NUMBERS)}
-        self._branch = hashlib.sha256(encode({"rollbacks": rollbacks} | numbers)).hexdigest()
-        history_ends |= saved.get("branch", self._branch) != self._branch
+        # A source is known by its share: its path may differ in every job.
+        shares = [[one["weight"], one["max_epochs"]] for one in self._config.get("data.sources", ())]
+        content = {"rollbacks": rollbacks, "shares": shares} | numbers
+        branch = hashlib.sha256(encode(content)).hexdigest()
+        history_ends |= (saved.get("branch") or self._branch or branch) != branch
+        self._branch = branch
         if record is not None and history_ends and last > step:
             self._require_open(record)
             self._service.supersede()

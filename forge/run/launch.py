@@ -38,7 +38,7 @@ from forge.run.hooks import load_hooks, make_hooks
 from forge.run.nodes import ranks_per_node, report_nodes
 from forge.run.origin import Earlier, read_earlier, refuse_moved_run
 from forge.run.out_of_memory import explaining_exhaustion
-from forge.run.tiers import Tiers, finish_mirror, restore_lost
+from forge.run.tiers import MirrorSaves, Tiers, finish_mirror, restore_lost, wait_for_mirror
 from forge.runtime import compat
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import cause_of, on_every_rank, on_first_rank
@@ -212,11 +212,11 @@ def _train(
             key = "train.tokens" if config.train.tokens else "train.steps"
             log.info("%s is finished: %s. Raise %s to continue.", config.run.name, done, key)
             tiers.follow(start)
-            finish_mirror(config, checkpoints, point.step)
+            finish_mirror(config, checkpoints, point.step, reporter)
             return None
 
     trainer = Trainer(config, degrees, data, reporter, signals)
-    tiers.follow(start)  # from here on, nothing refuses the start
+    tiers.follow(start)  # after most checks: a refused start changes nothing
     history = History(trainer, checkpoints)
     history.start(start)
     on_first_rank(
@@ -231,7 +231,9 @@ def _train(
         Hooks(all_hooks).load_state(point.state.get("hooks", {}))
     signals.defer()
     stopped = trainer.train(all_hooks, history.roll_back)
-    if kept.mirror:
+    if kept.mirror and stopped is None:
+        wait_for_mirror((hook.mirror for hook in all_hooks if isinstance(hook, MirrorSaves)), reporter)
+    elif kept.mirror:
         # The first rank may still have copied. Its launcher would kill it soon after the end of another rank.
         on_first_rank("ending the run", lambda: None)
     reporter.step = trainer.progress.step

@@ -67,13 +67,14 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any], restarted: boo
     status: content of `status.json` from the last start. restarted: the launcher has restarted this process, perhaps because
     the last start failed after its last step; that start then does not count as finished.
     """
-    ended, starts = False, 0  # whether the events end with all steps done, and later starts without a step
+    # Whether the events end with all steps done, and the number of later commands that made no step.
+    ended, starts = False, 0
     saved: list[int] | None = None  # None: no event tells
     for event in read_lines(directory.events, "event"):
         kind = event["event"]
         if kind == "finished":
             ended, starts = True, 0
-        elif kind == "started":
+        elif kind == "started" and not event.get("restarted"):
             starts += 1
         elif kind in ("fresh", "resumed"):
             ended = False

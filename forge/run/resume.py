@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import Checkpoints, find_checkpoint, read_state
+from forge.checkpoint.folders import step_of
 from forge.checkpoint.loading import Fetch
 from forge.config import Config
 from forge.config.phases import with_steps
@@ -115,7 +116,9 @@ def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory
 
 
 def _is_in(path: Path, folder: Path) -> bool:
-    return path.resolve().parent == folder.resolve()
+    """Return whether `path` is a checkpoint of the run whose checkpoints are in `folder`."""
+    path = path.resolve()
+    return path.parent == folder.resolve() and step_of(path.name) is not None
 
 
 def resume_point(path: Path, config: Config, branch: bool = False, fetch: Fetch | None = None) -> ResumePoint:

@@ -70,13 +70,15 @@ def find_rollback_point(
             path = Path(origin.path)
             if checkpoints.verify(path, verify) is None:
                 return ResumePoint(path, read_state(path))
-    step = checkpoints.latest(verify, at_most=required.last_step)
-    if required.cause is Cause.BAD_STEPS and step is not None:
-        path = checkpoints.path(step)
-        state = read_state(path)
-        if step - state["progress"]["skipped_in_a_row"] < required.first_bad:
-            state["progress"]["skipped_in_a_row"] = 0
-            return ResumePoint(path, state)
+    if required.cause is Cause.BAD_STEPS:
+        step = checkpoints.latest(verify, at_most=required.last_step)
+        for fallback in checkpoints.fallbacks:
+            report_event(Cause.FALLBACK, problem=fallback)
+        if step is not None:
+            path = checkpoints.path(step)
+            state = read_state(path)
+            if step - state["progress"]["skipped_in_a_row"] < required.first_bad:
+                return ResumePoint(path, state)
     raise UserError(
         f"{required}. There is no checkpoint before step {required.first_bad} to return to.",
         FAILED,

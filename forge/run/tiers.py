@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 MEMORY = Path("/dev/shm")
 # Seconds that a stopped run waits for the mirror.
 MIRROR_AT_STOP_S = 20
+LOOK_S = 5.0
 _RUN = re.compile(r".+-[0-9a-f]{8}")
 _HISTORY = re.compile(r"[0-9a-f]{8}")
 
@@ -261,6 +262,8 @@ def mirror_url(config: Config) -> str:
 def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> None:
     """If the run directory has no checkpoint, also no damaged one, restore the newest mirrored checkpoint. Collective.
 
+    First remove the links that an earlier process has left.
+
     Raises UserError like `restore`. Also raises UserError (exit 2) if the run would start over and overwrite the copies of
     its earlier checkpoints.
     """
@@ -322,16 +325,37 @@ def _restore_newer(config: Config, checkpoints: Checkpoints, directory: RunDirec
     return bool(config.checkpoint.mirror) and on_first_rank("restoring the mirror", bring)
 
 
-def finish_mirror(config: Config, checkpoints: Checkpoints, step: int) -> None:
+def finish_mirror(config: Config, checkpoints: Checkpoints, step: int, reporter: Reporter) -> None:
     """Copy the last checkpoint of a finished run to the mirror if its copy is missing. Collective."""
+    mirror: list[Mirror] = []
 
     def copy() -> None:
-        mirror = _mirror(config, checkpoints)
-        _copy_if_missing(mirror, checkpoints, step)
-        mirror.close(_patience(config.resilience.setup_timeout_s))
+        mirror.append(_mirror(config, checkpoints))
+        _copy_if_missing(mirror[0], checkpoints, step)
 
     if config.checkpoint.mirror:
         on_first_rank("copying to the mirror", copy)
+        wait_for_mirror(mirror, reporter)
+
+
+def wait_for_mirror(mirrors: Iterable[Mirror], reporter: Reporter) -> None:
+    """Wait until the mirror of the first rank has made all its copies. Collective.
+
+    mirrors: the mirror on the first rank, empty on the others. The watchdog's limit of the phase counts from the last
+    copied file, on every rank.
+    """
+    mirror, copied = next(iter(mirrors), None), -1
+
+    def look() -> tuple[bool, int]:
+        assert mirror is not None
+        return mirror.wait(LOOK_S), mirror.files
+
+    complete = False
+    while not complete:
+        complete, files = on_first_rank("copying to the mirror", look)
+        if files > copied:
+            copied = files
+            reporter.phases.renew()
 
 
 def _mirror(config: Config, checkpoints: Checkpoints) -> Mirror:
@@ -350,27 +374,19 @@ class MirrorSaves(Hook):
 
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints):
         self._trainer, self._checkpoints = trainer, checkpoints
-        self._mirror = _mirror(trainer.config, checkpoints)
+        self.mirror = _mirror(trainer.config, checkpoints)
 
     def before_run(self, step: int) -> None:
-        self._mirror.forget_after(step)
-        _copy_if_missing(self._mirror, self._checkpoints, step)
+        self.mirror.forget_after(step)
+        _copy_if_missing(self.mirror, self._checkpoints, step)
 
     def after_save(self, step: int) -> None:
-        self._mirror.copy(step)
+        self.mirror.copy(step)
 
     def after_rollback(self, step: int) -> None:
-        self._mirror.forget_after(step)
+        self.mirror.forget_after(step)
 
     def after_run(self) -> None:
-        config, finished = (
-            self._trainer.config,
-            self._trainer.progress.step >= self._trainer.config.train.steps,
-        )
-        # A stopped run must end before its time limit.
-        self._mirror.close(_patience(config.resilience.save_timeout_s) if finished else MIRROR_AT_STOP_S)
-
-
-def _patience(bound_s: float) -> float | None:
-    """Return how long a finished run waits for the mirror, in a phase that the watchdog ends after `bound_s` seconds."""
-    return 0.8 * bound_s if bound_s else None
+        # A stopped run must end before its time limit. A finished run waits (`wait_for_mirror`).
+        if self._trainer.progress.step < self._trainer.config.train.steps:
+            self.mirror.close(MIRROR_AT_STOP_S)

@@ -10,6 +10,7 @@ from forge.checkpoint.folders import remove_links, step_name, steps
 from forge.checkpoint.loading import TRAINER
 from forge.checkpoint.manifest import compose, entry
 from forge.checkpoint.mirror import Mirror, restore
+from forge.run import tiers
 from forge.run.tiers import MirrorSaves
 from forge.run.tiers import _is_abandoned as is_abandoned
 from forge.runtime import remote
@@ -96,24 +97,34 @@ def test_removal_takes_the_name_of_a_run_literally(tmp_path) -> None:
     assert left == {names[0]: [step_name(20)], names[1]: [step_name(10), step_name(20)]}
 
 
-def test_a_finished_run_does_not_wait_longer_than_its_watchdog(tmp_path, monkeypatch, caplog) -> None:
-    stuck = threading.Event()
+def test_a_finished_run_waits_for_its_copy_and_renews_the_limit_with_each_file(tmp_path, monkeypatch) -> None:
     write(tmp_path / "local", 20)
-    hook = hook_of(tmp_path, save_timeout_s=0.1)
-    monkeypatch.setattr(hook._mirror._files, "put_file", lambda *_: stuck.wait(20))
+    hook = hook_of(tmp_path)
+    put, go = hook.mirror._files.put_file, threading.Semaphore(0)
+    renewed: list[int] = []
+
+    def slow(*args: object) -> None:
+        assert go.acquire(timeout=20)
+        put(*args)
+
+    monkeypatch.setattr(hook.mirror._files, "put_file", slow)
+    monkeypatch.setattr(tiers, "LOOK_S", 0.01)
+    monkeypatch.setattr(tiers, "on_first_rank", lambda _purpose, work: work())
+    phases = SimpleNamespace(renew=lambda: (renewed.append(hook.mirror.files), go.release()))
     hook.after_save(20)
     hook.after_run()
-    stuck.set()
-    assert "the copy of step 20 is not complete; the next start makes it" in caplog.text
+    tiers.wait_for_mirror([hook.mirror], SimpleNamespace(phases=phases))  # type: ignore[arg-type]
+    # With the first look, and then with each of three files: the manifest comes last, alone.
+    assert renewed[0] == 0 and renewed[-1] == 3 and renewed == sorted(set(renewed))
+    assert json.loads((tmp_path / "bucket" / "run" / "mirror.json").read_text())["steps"] == [20]
 
 
-def hook_of(tmp_path: Path, save_timeout_s: float = 60.0) -> MirrorSaves:
+def hook_of(tmp_path: Path) -> MirrorSaves:
     kept = SimpleNamespace(mirror=url(tmp_path), keep_last=0, keep_every=0)
     config = SimpleNamespace(
         checkpoint=kept,
         run=SimpleNamespace(name="run"),
         train=SimpleNamespace(steps=20),
-        resilience=SimpleNamespace(save_timeout_s=save_timeout_s),
     )
     trainer = SimpleNamespace(config=config, progress=SimpleNamespace(step=20))
     checkpoints = SimpleNamespace(folder=tmp_path / "local")
@@ -139,6 +150,7 @@ def test_a_step_saved_again_after_a_roll_back_is_copied_again(tmp_path) -> None:
     hook.after_rollback(10)
     hook.after_save(20)
     hook.after_run()
+    hook.mirror.close()
     assert json.loads(index.read_text())["steps"] == [10, 20]
 
 
@@ -150,6 +162,7 @@ def test_a_start_copies_the_checkpoint_that_a_killed_run_left_uncopied(tmp_path)
         hook = hook_of(tmp_path)
         hook.before_run(10)
         hook.after_run()
+        hook.mirror.close()
         times.append(manifest.stat().st_mtime_ns)
     assert times[0] == times[1]
     # The same step with other content, e.g. saved again after a roll-back.
@@ -158,6 +171,7 @@ def test_a_start_copies_the_checkpoint_that_a_killed_run_left_uncopied(tmp_path)
     hook = hook_of(tmp_path)
     hook.before_run(10)
     hook.after_run()
+    hook.mirror.close()
     assert manifest.read_bytes() == (tmp_path / "local" / step_name(10) / "manifest.json").read_bytes()
     assert json.loads((tmp_path / "bucket" / "run" / "mirror.json").read_text())["steps"] == [10]
 

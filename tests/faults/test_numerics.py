@@ -184,6 +184,14 @@ def test_n2_a_checkpoint_between_skipped_steps_serves_if_older_ones_are_pruned(t
     assert run.metrics()[-1]["step"] == 10
 
 
+@pytest.mark.slow
+def test_n2_a_lasting_fault_ends_the_run_also_from_checkpoints_between_skipped_steps(tmp_path) -> None:
+    run = Run(tmp_path, THREE, "--checkpoint.keep_last=1", "--checkpoint.mode=sync")
+    assert run.start(patch="tests.support.spoil:everything_from_32").join() == [1]
+    assert [(event["from_step"], event["to_step"]) for event in run.events("rolled_back")] == [(7, 6)] * 2
+    assert "2 roll-backs have not helped" in run.status()["reason"]
+
+
 def test_n2_skipped_samples_stay_skipped_under_another_world_size_and_batch(tmp_path) -> None:
     run = Run(tmp_path, THREE)
     assert run.start("--train.steps=8", world=2, patch="tests.support.spoil:samples_32_to_55").join() == [

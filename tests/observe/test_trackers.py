@@ -47,7 +47,11 @@ def tracker(
     history: list[tuple[int, dict[str, float | None]]] | None = None,
     **settings: object,
 ) -> Tracker:
-    config = {"train.steps": 5, "parallel.tp_plan.layers.*": "column"} | settings
+    config = {
+        "train.steps": 5,
+        "parallel.tp_plan.layers.*": "column",
+        "data.sources": [{"path": "data", "weight": 1.0, "max_epochs": 0.0}],
+    } | settings
     return Tracker("kept", service, folder, "run", config, lambda: history or [])
 
 
@@ -134,6 +138,9 @@ def test_after_a_roll_back_a_new_record_has_the_valid_history(tmp_path, behind: 
         ({}, 0, False),
         ({"train.micro_batch_size": 1}, 0, False),
         ({"optimizer.lr": 1e-4}, 0, True),
+        ({"phase": [{"lr": 1e-4}]}, 0, True),
+        ({"data.sources": [{"path": "elsewhere", "weight": 1.0, "max_epochs": 0.0}]}, 0, False),
+        ({"data.sources": [{"path": "data", "weight": 2.0, "max_epochs": 0.0}]}, 0, True),
         ({}, 1, True),  # killed in a roll-back, before the tracker took note
     ],
 )

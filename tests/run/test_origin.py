@@ -149,6 +149,7 @@ def test_the_last_saved_step_is_that_of_the_current_history(tmp_path, events, st
         ([STARTED, FRESH], "failed", False, False),
         # Another rank failed after the last step, and the launcher restarted all.
         ([STARTED, FRESH, DONE], "finished", True, False),
+        ([STARTED, FRESH, DONE, STARTED | {"restarted": True}], "running", True, False),
         ([], "finished", False, True),
     ],
 )

@@ -76,6 +76,20 @@ def test_the_loss_is_the_trainers(folder, tmp_path, name) -> None:
     assert found["sequences"] == 5 and found["step"] == 6
 
 
+def test_held_out_losses_use_the_document_mask_of_a_phase(folder, tmp_path) -> None:
+    for name in ("whole", "phase"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").symlink_to(folder / "data")
+    whole, phase = (
+        [line["eval"]["held"] for line in trained(tmp_path / name, option).metrics() if "eval" in line]
+        for name, option in (
+            ("whole", "--data.document_mask=true"),
+            ("phase", "--phase=[{document_mask=true}]"),
+        )
+    )
+    assert whole == phase
+
+
 @pytest.mark.parametrize(
     "recipe", ["blockwise", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mxfp8", "tensorwise"))]
 )

@@ -332,7 +332,7 @@ def replicated_parameters(
     """Return the parameters that stay whole on every rank.
 
     Router parameters are included if their storage and compute dtypes are equal. Decay parameters are always included,
-    because `Decay` casts them itself. If nothing is sharded, routers are not. The set is empty under cpu_offload.
+    because `Decay` casts them itself. Routers are left out if nothing is sharded. The set is empty under cpu_offload.
     """
     if layout.parallel.cpu_offload:
         return set()

@@ -53,8 +53,7 @@ def plain_name(path: str) -> str:
 
 def may_hold_many(path: str) -> bool:
     """Return whether a file of this name may hold more than one document. Its content need not be readable."""
-    name = plain_name(path)
-    return name != path or name.endswith((*_LINES, ".json", ".parquet")) or not Path(name).suffix
+    return Path(plain_name(path)).suffix in ("", *_LINES, ".json", ".parquet")
 
 
 def recognise(path: str, key: str, size: int, text_key: str) -> File:
@@ -70,6 +69,7 @@ def recognise(path: str, key: str, size: int, text_key: str) -> File:
     name = plain_name(path)
     is_parquet = name.endswith(".parquet")
     file = File(path, key, size, "parquet" if is_parquet else "lines" if name.endswith(_LINES) else "text")
+    _check_packages(file)
     try:
         with open_binary(path) as content:
             magic = content.read(4)

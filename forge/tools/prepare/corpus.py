@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -81,20 +81,20 @@ def find_corpus(
     max_bytes: int | None = None,
     text_key: str = "text",
     option: str = "--input",
-    output: Path | None = None,
+    without: Collection[Path] = (),
 ) -> Corpus:
     """Find all files below `inputs`, drop copies, and sample `max_bytes` of their text (see `sample`; None: take all).
 
     In a directory, files with one of the `extensions` count, compressed (.gz, .zst) or not. A .json file counts only if it
     has JSON lines. The search skips hidden directories, __pycache__, links to directories, and links to files outside of
     the directory. An input that is itself a file counts with any extension. If text files have equal content, or several
-    paths lead to one file, only the first is kept. option: command-line option named in messages. output: the folder of
-    the result, which is skipped below an input.
+    paths lead to one file, only the first is kept. option: command-line option named in messages. without: files that are no
+    input, such as those of the result.
 
     Raises UserError if an input is missing or unreadable, if no file is found, or if a package for reading a file is
     missing.
     """
-    files, corpus = _list_files(inputs, extensions, text_key, option, output)
+    files, corpus = _list_files(inputs, extensions, text_key, option, without)
     kept = _drop_copies(files)
     found = taken = sum(file.size for file in kept)
     pieces = [whole(file) for file in kept]
@@ -112,12 +112,16 @@ def find_corpus(
 
 
 def _list_files(
-    inputs: Sequence[str | Path], extensions: Sequence[str], text_key: str, option: str, output: Path | None
+    inputs: Sequence[str | Path],
+    extensions: Sequence[str],
+    text_key: str,
+    option: str,
+    without: Collection[Path],
 ) -> tuple[list[File], Corpus]:
     """Return the files to read, and a Corpus with only the unreadable and the skipped files filled in."""
     files: list[File] = []
     corpus = Corpus([])
-    seen: set[str] = set()
+    seen = {os.path.realpath(path) for path in without}
     endings = tuple(ending + suffix for ending in extensions for suffix in ("", *COMPRESSED))
     for given in inputs:
         if is_url(given):
@@ -129,7 +133,7 @@ def _list_files(
         if not os.access(root, os.R_OK):
             raise UserError(f"{option} {given}: cannot be read (permission denied)")
         is_named, inside = root.is_file(), os.path.join(os.path.realpath(root), "")
-        for path, key in [(str(root), root.name)] if is_named else _walk(root, corpus.unreadable, output):
+        for path, key in [(str(root), root.name)] if is_named else _walk(root, corpus.unreadable):
             if not is_named and not key.endswith(endings):
                 corpus.passed_over[_extension(key)] += 1
                 continue
@@ -148,13 +152,16 @@ def _list_files(
             if not stat.S_ISREG(status.st_mode):
                 continue
             if not status.st_size:
-                if key.endswith(
-                    (".parquet", *COMPRESSED)
-                ):  # formats without empty files: a copy was interrupted
-                    corpus.unreadable.append(Bad(key, "is empty", many=True))
+                _note_empty(key, corpus)
                 continue
             _add(recognise(path, key, status.st_size, text_key), is_named, files, corpus)
     return files, corpus
+
+
+def _note_empty(key: str, corpus: Corpus) -> None:
+    """Count an empty file as unreadable if its format has no empty files: a copy was interrupted."""
+    if key.endswith((".parquet", *COMPRESSED)):
+        corpus.unreadable.append(Bad(key, "is empty", many=may_hold_many(key)))
 
 
 def _add(file: File, is_named: bool, files: list[File], corpus: Corpus) -> None:
@@ -183,7 +190,9 @@ def _list_objects(
             continue
         if not is_named and not key.endswith(endings):
             corpus.passed_over[_extension(key)] += 1
-        elif size and path not in seen:
+        elif not size:
+            _note_empty(key, corpus)
+        elif path not in seen:
             seen.add(path)
             _add(recognise(path, key, size, text_key), is_named, files, corpus)
 
@@ -206,25 +215,15 @@ def _refuse_array(file: File) -> None:
         )
 
 
-def _walk(root: Path, unreadable: list[Bad], output: Path | None) -> list[tuple[str, str]]:
-    """Return (path, key) of the files below `root` and not below `output`, sorted by key.
-
-    Adds unreadable folders to `unreadable`.
-    """
-    own = os.path.realpath(output) if output is not None else None
+def _walk(root: Path, unreadable: list[Bad]) -> list[tuple[str, str]]:
+    """Return (path, key) of the files below `root`, sorted by key. Add unreadable folders to `unreadable`."""
 
     def failed(error: OSError) -> None:
         unreadable.append(Bad(str(error.filename), reason_of(error), many=True))
 
     found = []
     for folder, folders, names in os.walk(root, onerror=failed):
-        folders[:] = [
-            name
-            for name in folders
-            if not name.startswith(".")
-            and name != "__pycache__"
-            and os.path.realpath(os.path.join(folder, name)) != own
-        ]
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
         for name in names:
             path = os.path.join(folder, name)
             found.append((path, Path(path).relative_to(root).as_posix()))

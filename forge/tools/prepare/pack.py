@@ -164,8 +164,9 @@ def _documents(dataset: TokenDataset, window: int) -> Iterator[tuple[np.ndarray,
 
 def _remove_leftovers(folder: Path, name: str) -> None:
     """Remove the temporary files of the plan `name` that ended processes of this host have left."""
-    for path in folder.glob(f".{name}*.{glob.escape(socket.gethostname())}-*"):
-        process = path.name.rpartition("-")[2]
+    host = f".{socket.gethostname()}-"
+    for path in folder.glob(f".{name}*{glob.escape(host)}*"):
+        process = path.name.rpartition(host)[2]
         if process.isdecimal() and not _is_running(int(process)):
             path.unlink(missing_ok=True)
 

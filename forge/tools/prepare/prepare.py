@@ -252,8 +252,9 @@ def _check_input(request: Request, tokenizer: Tokenizer) -> None:
 
 
 def _find_chunks(request: Request, tokenizer: Tokenizer) -> tuple[list[Chunk], Corpus]:
+    made = [folder / METADATA for folder in request.targets.values()] if request.quality.metadata else []
     corpus = find_corpus(
-        request.inputs, request.extensions, request.max_bytes, request.text_key, output=request.output
+        request.inputs, request.extensions, request.max_bytes, request.text_key, without=made
     )
     # Quality rules judge whole texts, so with these no text is cut.
     return cut_corpus(corpus, tokenizer, request.holdout, cut_texts=not request.quality.is_on)
