@@ -16,6 +16,7 @@ from collections.abc import Collection
 from dataclasses import astuple, dataclass, field, replace
 
 from forge.config import Config
+from forge.tools.plan.collectives import Collective
 from forge.tools.plan.float8 import products_in_float8
 from forge.tools.plan.hardware import Hardware, rate_at
 from forge.tools.plan.links import cost_of
@@ -89,7 +90,7 @@ def time_of(
         seconds = seconds_of(_as_run(work, moment, config, float8), hardware)
         spent[_place(moment.phase, moment.microbatch)].compute += number * pace.compute * seconds
     for moment, call in trace.calls:
-        if call.kind in ("send", "recv"):
+        if is_message(moment, call):
             continue  # the pipeline's timeline includes messages between stages
         cost = cost_of(call, ranks_of.get(call.group, []), hardware).times(pace.links)
         place = spent[_place(moment.phase, moment.microbatch)]
@@ -114,6 +115,11 @@ def time_of(
         {number: found for (phase, number), found in spent.items() if phase == "backward"},
         spent["update", 0],
     )
+
+
+def is_message(moment: Moment, call: Collective) -> bool:
+    """Return whether `call` passes activations or their gradients between stages. Tied weights are sent in the update."""
+    return call.kind in ("send", "recv") and moment.phase != "update"
 
 
 def _place(phase: str, microbatch: int) -> tuple[str, int]:

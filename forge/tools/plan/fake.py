@@ -48,7 +48,7 @@ from forge.tools.plan.norm import use_fused_norms
 from forge.tools.plan.places import known_everywhere
 from forge.tools.plan.trace import Moment, Trace
 from forge.train.state import all_tensors
-from forge.train.step import apply_gradients, compute_gradients
+from forge.train.step import apply_gradients
 
 CPU = torch.device("cpu")
 
@@ -157,8 +157,11 @@ class FakeRank:
         with _explained(), self._watched():
             self.trace.begin()
             batch, model = self._batch(microbatches), self.model
-            sums = compute_gradients(model, batch)
-            self.trace.moment = Moment("update")
+            sums = model.forward_backward(batch, model.count_tokens(batch))
+            self.trace.moment = Moment(
+                "update"
+            )  # a pipeline's ends exchange tied weights only once in a step
+            model.finalize_gradients()
             report = report_gradients(model.shards, sums.objective, stop=False)
             optimizer, train = self.config.optimizer, self.config.train
             apply_gradients(model, self.optimizer, report, optimizer.lr, train.grad_clip_norm)

@@ -311,7 +311,12 @@ def _all_ranks(
         flying, of_traced = in_flight(plan.schedule, rank), in_flight(traced, role)
         one = replace(one, offloaded=one.offloaded * flying // of_traced)
         # Each further microbatch is in flight in the rank's first stage, and also keeps the message of the previous stage.
-        sizes = [0 if own[0].embed else size for _, kind, size, _ in one.collectives if kind == "recv"]
+        # Tied weights are received only once.
+        sizes = [
+            0 if own[0].embed else size
+            for (_, kind, size, _), number in one.collectives.items()
+            if kind == "recv" and number >= degrees.accumulation
+        ]
         one = with_more(one, flying - of_traced, one.kept + max(sizes, default=0))
         stages.append(replace(one, pp_rank=rank, rank=first_rank, layers="; ".join(map(str, own))))
     return stages

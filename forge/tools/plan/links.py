@@ -61,6 +61,8 @@ def cost_of(call: Collective, ranks: list[int], hardware: Hardware) -> Cost:
     if span.ranks <= 1:
         return Cost()
     node, nic = bandwidth(hardware)
+    if call.kind in ("send", "recv"):  # between the first and the last rank of the group
+        return Cost(message_seconds(call.size, ranks[-1] - ranks[0], hardware))
     if call.kind == "all_to_all":
         inside = call.size * (span.most - 1) / span.ranks
         outside = call.size * (span.ranks - span.least) / span.ranks if span.nodes > 1 else 0.0

@@ -108,11 +108,17 @@ def _pipelined(
     ]
     forward = [_typical(time.forward) for time in times]
     backward = [_typical(time.backward) for time in times]
+    # Parameters are gathered in the first microbatch, and gradients are reduced in the last.
+    first = [time.forward[min(time.forward)] for time in times]
+    last = [time.backward[max(time.backward)] if time.backward else Spent() for time in times]
 
     def duration(action: Action) -> float:
-        rank = rank_of[action.stage]
-        whole = forward[rank].total if action.kind == "F" else backward[rank].total
-        return whole * share[action.stage] * (0.5 if action.kind in "IW" else 1.0)
+        rank, end = rank_of[action.stage], degrees.accumulation - 1
+        if action.kind == "F":
+            spent = first[rank] if action.microbatch == 0 else forward[rank]
+        else:
+            spent = last[rank] if action.microbatch == end else backward[rank]
+        return spent.total * share[action.stage] * (0.5 if action.kind in "IW" else 1.0)
 
     train = config.train
     pieces = degrees.cp * (degrees.tp if config.parallel.sequence_parallel else 1)

@@ -15,7 +15,7 @@ from forge.config import Config, Degrees
 from forge.parallel.pipeline import PipelinedModel
 from forge.parallel.step.model import ParallelModel
 from forge.tools.plan.collectives import Collective, axes_of
-from forge.tools.plan.estimate import PACES, StepTime, time_of
+from forge.tools.plan.estimate import PACES, StepTime, is_message, time_of
 from forge.tools.plan.fake import FakeRank, fake_ranks
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.links import Span
@@ -211,18 +211,18 @@ def all_calls(
     many.
     """
     left_out, middle = degrees.accumulation - traced.accumulation, traced.accumulation // 2
+    messages: Counter[Collective] = Counter()
     for moment, call in calls:
         times = 1
-        if isinstance(model, PipelinedModel) and call.kind in ("send", "recv"):
+        if isinstance(model, PipelinedModel) and is_message(moment, call):
             times = 0
+            messages[call] += 1
         elif moment.microbatch == middle and moment.phase in ("forward", "backward"):
             times += left_out
         yield from [(moment, call)] * times
-    if isinstance(model, PipelinedModel):
-        messages = [call for _, call in calls if call.kind in ("send", "recv")]
-        for call, number in Counter(messages).items():
-            assert number * degrees.accumulation % traced.accumulation == 0
-            yield from [(Moment("forward"), call)] * (number * degrees.accumulation // traced.accumulation)
+    for call, number in messages.items():
+        assert number * degrees.accumulation % traced.accumulation == 0
+        yield from [(Moment("forward"), call)] * (number * degrees.accumulation // traced.accumulation)
 
 
 def _group(name: str) -> dist.ProcessGroup:

@@ -55,6 +55,7 @@ balance = "quantile"
 """.replace("PATTERN", '"linear", "linear", "linear", "nope", ' * 6 + '"nope"')
 DENSE_RESIDUALS = "residual = 'attention'\nresidual_block_size = 4\n"
 QK_CLIP = '\n[optimizer]\nname = "muon"\n[optimizer.muon]\nqk_clip = 100\n'
+TIED = "[model]\ntie_embeddings = true"
 AHEAD = "[model.mtp]\ndepth = 2\n"
 MUON = '\n[optimizer]\nname = "muon"\n'
 INT8 = '\n[optimizer]\nmoment_dtype = "int8"\n'
@@ -114,6 +115,7 @@ def totals(stage: StagePlan, *, sizes: bool = True) -> dict[tuple[str, str], int
         pytest.param(staged("1F1B", 'pp = 4\ndata_parallel = "zero1"', 4), 8, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 2", 2), 4, marks=SLOW),
         pytest.param(deep("pp = 2", "[pipeline]\nschedule = '1F1B'\n", layers=7), 4, marks=SLOW),
+        pytest.param(staged("1F1B", "pp = 2", 2).replace("[model]", TIED), 2, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 4", 4, FULL), 4, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 4", 4, MUON), 8, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 4\nreshard_after_forward = 'always'", 4), 8, marks=SLOW),
@@ -213,6 +215,20 @@ def test_as_few_layers_as_show_all_kinds(text: str, world: int, sizes: tuple[int
     config = parse_toml_text(text)
     found = few_layers(config, check_world(config, world))
     assert (found and tuple(one.layers for one in found)) == sizes
+
+
+@pytest.mark.parametrize("model", ["tie_embeddings = true\n", AHEAD])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_weights_of_both_ends_of_a_pipeline_are_sent_once_in_a_step(model: str, schedule: str) -> None:
+    """16 microbatches, of which fewer are traced."""
+    text = deep("pp = 2", f"[pipeline]\nschedule = '{schedule}'\n", layers=4, model=model)
+    config = parse_toml_text(text.replace("micro_batch_size = 2", "micro_batch_size = 1"))
+    first, last = plan_stages(config, check_world(config, 2), BARE)
+    size = 4 * config.model.vocab_size * config.model.dim
+    for stage, sent, received in ((first, "send", "recv"), (last, "recv", "send")):
+        found = {kind: n for (_, kind, of, _), n in stage.collectives.items() if of == size}
+        assert found == {sent: 1, received: 1}, "the weights to the last stage, their gradient to the first"
+        assert stage.times and stage.times[1].update.waiting > 0
 
 
 def test_dense_first_layers_of_a_deep_pipeline_are_planned_like_the_others() -> None:

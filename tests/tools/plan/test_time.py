@@ -153,6 +153,19 @@ def test_a_pipeline_takes_its_fill_and_its_drain() -> None:
     assert speed.compute_s == pytest.approx(6 * 3 + 0.5)
 
 
+def test_a_pipeline_pays_for_gathers_in_its_first_and_for_reductions_in_its_last_microbatch() -> None:
+    text = plan_text("pp = 2").replace("global_batch_size = 8", "global_batch_size = 6")
+    config = parse_toml_text(text + '[pipeline]\nschedule = "1F1B"\n')
+    forward = {0: Spent(compute=1.0, waiting=10.0), 1: Spent(compute=1.0), 2: Spent(compute=1.0)}
+    backward = {0: Spent(compute=2.0), 1: Spent(compute=2.0), 2: Spent(compute=2.0, waiting=20.0)}
+    fast = CARD.model_copy(update={"node": Link(gb_per_s=1e12, latency_us=0.0)})
+    speed = speed_of(
+        config, check_world(config, 2), [[StepTime(forward, backward, Spent())] * 3] * 2, fast
+    )
+    # The second rank waits for the first one's gather before its own, and the first one's reduction comes last.
+    assert speed.step_s == pytest.approx((6 + 1) * 3 + 2 * 10 + 2 * 20)
+
+
 def test_a_range_is_from_the_fastest_to_the_slowest_pace() -> None:
     config = parse_toml_text(plan_text())
     low, middle, high = (StepTime({0: Spent(compute=seconds)}) for seconds in (1.0, 2.0, 4.0))
