@@ -42,6 +42,7 @@ class Planner:
     def _plan(self, text: str, world: int, device: str) -> dict[str, Any]:
         from forge.config import check_world, parse_toml_text
         from forge.config.extensions import require_trust
+        from forge.tools.plan.command import largest
         from forge.tools.plan.hardware import card_of
         from forge.tools.plan.plan import make_plan
         from forge.tools.plan.show import as_json
@@ -50,7 +51,8 @@ class Planner:
             if not self._trust:
                 require_trust(parse_toml_text(text, "config.toml", import_classes=False), "config.toml")
             config = parse_toml_text(text)
-            return as_json(make_plan(config, check_world(config, world), self._hardware or card_of(device)))
+            degrees = check_world(config, world)
+            return as_json(make_plan(largest(config), degrees, self._hardware or card_of(device)))
         except UserError as error:
             return {"problem": str(error)}
         # Fake tensors may not support a custom model. The page then has no plan of this run.

@@ -137,6 +137,10 @@ def _slurm_part() -> tuple[int, int] | None:
     within = (process or 0, processes or 1) if in_step else (0, 1)
     if task is not None and tasks is not None:
         place = (task - (least or 0)) // (step or 1)
+        if place >= tasks:
+            raise argparse.ArgumentTypeError(
+                "slurm: needs an array of consecutive tasks, such as --array=0-7, also to repeat some of them"
+            )
         return place * within[1] + within[0] + 1, tasks * within[1]
     return (within[0] + 1, within[1]) if in_step else None
 

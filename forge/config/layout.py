@@ -43,6 +43,8 @@ WITH_FLOAT8 = unused_if("precision.float8", "none")
 LISTED = Unused(
     "pipeline.layers_per_stage is a list", lambda c: isinstance(c.pipeline.layers_per_stage, tuple)
 )
+FSDP = used_if("parallel.data_parallel", "fsdp2")
+BUFFERED = used_if("parallel.data_parallel", "ddp", "zero1", "zero2")
 BY_BLOCK = used_if("activation_checkpoint.mode", "full", "selective", "offload")
 COMPILES = Unused(
     "nothing is compiled", lambda c: not (c.compile.enabled or c.compile.loss or c.compile.optimizer)
@@ -94,18 +96,16 @@ class Parallel(Section):
     context: Annotated[Literal["allgather", "ulysses", "ring"], unused_if("parallel.cp", 1)] = "allgather"
     """With cp: how attention gets keys and values from other ranks: gather all of them (allgather), exchange heads
     (ulysses), or pass them around a ring (ring)."""
-    reshard_after_forward: Annotated[
-        Literal["auto", "always", "never"] | Positive, used_if("parallel.data_parallel", "fsdp2")
-    ] = "auto"
+    reshard_after_forward: Annotated[Literal["auto", "always", "never"] | Positive, FSDP] = "auto"
     """fsdp2: whether to free gathered parameters after forward. always: yes. auto: yes, except in a pipeline. never:
     keep them until the end of the step. A number: reshard them over this number of ranks; experts' parameters are
     freed."""
     shard_optimizer_over: Literal["dp_shard", "dp"] = "dp_shard"
     """zero1, zero2: shard the optimizer state over the ranks of one replica (dp_shard) or of all replicas (dp)."""
-    prefetch: Count = 1
+    prefetch: Annotated[Count, FSDP] = 1
     """fsdp2: number of units whose parameters are gathered ahead of the computing unit. 0: PyTorch's default. The other
     engines hold full parameters and ignore this key."""
-    defer_gradient_reduction: bool = False
+    defer_gradient_reduction: Annotated[bool, FSDP] = False
     """fsdp2: reduce gradients once per step instead of once per microbatch. Less communication, but each rank holds
     full gradients."""
     bucket_size: Literal["auto"] | Count = "auto"
@@ -115,11 +115,11 @@ class Parallel(Section):
     """ddp, zero1, zero2: overlap the reduction of buckets with backward."""
     overlap_parameters: bool = True
     """ddp, zero1, zero2: overlap the gathering of buckets with the next forward."""
-    check_gradients: Literal["none", "finite", "plausible"] = "none"
+    check_gradients: Annotated[Literal["none", "finite", "plausible"], BUFFERED] = "none"
     """ddp, zero1, zero2: check each rank's gradients before they are summed. finite: stop and name the parameter if a
     gradient is not finite. plausible: also stop if a bucket's norm is over 1000 times its largest norm so far.
     Synchronises with the device at every bucket."""
-    symmetric_memory: bool = False
+    symmetric_memory: Annotated[bool, BUFFERED] = False
     """ddp, zero1, zero2: allocate the buffers in NCCL's symmetric memory, for GPUs with NVSwitch. Experimental: not yet
     run on a GPU."""
     cpu_offload: bool = False

@@ -167,7 +167,7 @@ def parse_toml_text(text: str, source: str = "the config text", *, import_classe
 def _validated(values: Values, problems: list[Problem], import_classes: bool = True) -> Config:
     apply_ladder(values)
     train = values.tree.get("train")
-    by_tokens = isinstance(train, dict) and "tokens" in train and "steps" not in train
+    by_tokens = isinstance(train, dict) and bool(train.get("tokens")) and "steps" not in train
     if isinstance(train, dict) and by_tokens:
         train["steps"] = 1  # until the steps are known
     config, found = examine(values, import_classes)

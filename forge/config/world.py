@@ -74,7 +74,7 @@ def check_world(config: Config, world_size: int) -> Degrees:
             raise_all(with_values(check_microbatches(config, batch // (micro * dp)), config, number))
     accumulation = train.global_batch_size // (train.micro_batch_size * dp)
     size = parallel.ep_node_size
-    ep_nodes = 1 if size == "auto" else parallel.ep // size
+    ep_nodes = 1 if size == "auto" or parallel.ep == 1 else parallel.ep // size
     return Degrees(
         world_size, dp_shard=dp_shard, ep=parallel.ep, accumulation=accumulation, ep_nodes=ep_nodes, **others
     )
@@ -105,7 +105,7 @@ def _check_degrees(config: Config, dp_shard: int) -> Iterator[Problem]:
     if model.moe is not None and model.moe.n_experts % ep:
         remedy = f"use one of {divisors(model.moe.n_experts)}"
         yield problem("parallel.ep", f"must divide {model.moe.n_experts = }", remedy)
-    if parallel.ep_node_size != "auto" and ep % parallel.ep_node_size:
+    if ep > 1 and parallel.ep_node_size != "auto" and ep % parallel.ep_node_size:
         remedy = f"use one of {divisors(ep)}, or auto"
         yield problem("parallel.ep_node_size", f"must divide parallel.ep = {ep}", remedy)
     ways = parallel.reshard_after_forward if parallel.data_parallel == "fsdp2" else "auto"

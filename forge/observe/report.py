@@ -163,7 +163,7 @@ class Reporter:
         refused = not self._begun and exit_code in (BAD_CONFIG, NO_CHECKPOINT)
         if refused and self.before.get("state") in ("stopped", "finished", "failed"):
             # A refused start does not change the run's state.
-            refusal = {"reason": f"the last start was refused: {reason}", **why}
+            refusal = {"reason": f"the last start was refused: {reason}", "refused": exit_code, **why}
             self._replace_status(self.before | refusal, sync=True)
         else:
             self._write_status(state, reason, exit_code, **why)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from forge.runtime.errors import FINISHED, STOPPED
+from forge.runtime.errors import FINISHED, STOPPED, UserError
 from scripts.options import Options
 from scripts.slurm.job import JobHistory, RequeueLimits, RunSnapshot, _number, _write, decide
 
@@ -39,11 +39,11 @@ def main(argv: list[str]) -> int:
             "SLURM_ARRAY_JOB_ID is not set: this script runs only in a job array, written by scripts/sweep.py --slurm"
         )
     job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    limits = RequeueLimits(
-        restarts=0,
-        failed_turns=0,
-        turns_without_progress=_number(os.environ, "MAX_TURNS_WITHOUT_PROGRESS", 3),
-    )
+    try:
+        turns = _number(os.environ, "MAX_TURNS_WITHOUT_PROGRESS", 3)
+    except UserError as error:
+        parser.error(str(error))
+    limits = RequeueLimits(restarts=0, failed_turns=0, turns_without_progress=turns)
     history, before = JobHistory.read(run / "requeues.json", job), RunSnapshot.read(run)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until SIGTERM can be passed on to the child
     process = subprocess.Popen(command, preexec_fn=_unblock)

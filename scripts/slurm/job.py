@@ -126,6 +126,8 @@ def decide(
     if code in (BAD_CONFIG, NO_CHECKPOINT):
         # Do not read the status: another run may use the directory.
         return "end", f"ended with exit code {code}: fix the reason above first"
+    if "refused" in status:  # torchrun ends with 1
+        return "end", f"was refused with exit code {status['refused']}: fix the reason above first"
     if state == "finished":
         return "end", "is finished"
     # srun returns the greatest exit code of its workers. With 75, a worker was stopped, perhaps before it wrote a status.
@@ -232,6 +234,7 @@ def count_stop(code: int, began: int, argv: list[str], environment: Mapping[str,
         return FINISHED
     if code != STOPPED and state != "stopped":
         return code
+    after = after if written else RunSnapshot("", after.checkpoints)
     names = {name for name, _ in after.checkpoints}
     before = RunSnapshot("", frozenset(one for one in after.checkpoints if one[0] <= history.newest))
     history.newest = max(names, default="")

@@ -242,3 +242,12 @@ def test_every_error_is_one_line_with_its_key(changes, missing) -> None:
     assert config is not None or problems
     places = {place.partition(".")[0] for place in keys()} | {"what"}
     assert all(re.match(r"\[?(\w+)", str(problem))[1] in places for problem in problems)
+
+
+def test_tokens_of_0_do_not_replace_the_number_of_steps(tmp_path) -> None:
+    path = tmp_path / "short.toml"
+    lines = (CONFIGS / "debug.toml").read_text().splitlines(keepends=True)
+    path.write_text("".join("tokens = 8192\n" if line.startswith("steps = ") else line for line in lines))
+    assert load_config(["--config", str(path)]).train.steps > 1
+    with pytest.raises(UserError, match=r"train\.steps"):
+        load_config(["--config", str(path), "--train.tokens=0"])

@@ -142,6 +142,21 @@ def test_used_keys_and_defaults_are_not_reported() -> None:
     assert unused('--optimizer.no_decay=["*norm.weight", "*bias"]') == []
 
 
+@pytest.mark.parametrize(
+    ("engine", "option"),
+    [
+        ("fsdp2", "check_gradients=finite"),
+        ("fsdp2", "symmetric_memory=true"),
+        ("zero1", "prefetch=2"),
+        ("ddp", "defer_gradient_reduction=true"),
+    ],
+)
+def test_a_key_of_another_engine_is_named(engine: str, option: str) -> None:
+    key = f"parallel.{option.partition('=')[0]}"
+    lines = unused(f"--parallel.data_parallel={engine}", f"--parallel.{option}")
+    assert any(line.startswith(f"{key} (parallel.data_parallel is") for line in lines), lines
+
+
 def test_a_source_that_only_a_phase_reads_is_used() -> None:
     sources = '--data.sources=[{path="synthetic"},{path="a.bin",dtype="uint16",eos_id=0,weight=0.0}]'
     options = sources, "--data.mixture_block=99", "--evaluate.sample_interval=5"

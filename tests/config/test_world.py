@@ -68,6 +68,11 @@ def test_resharding_must_divide_the_sharding_degree() -> None:
     assert "must divide dp_shard * cp = 8 * 1 = 8" in refusal(8, parallel={"reshard_after_forward": 3})
 
 
+def test_the_nodes_of_experts_do_not_count_without_expert_parallelism() -> None:
+    config = with_keys(parallel={"ep": 1, "ep_node_size": 8}, model={"moe": {"n_experts": 8}})
+    assert check_world(config, 8).ep_nodes == 1
+
+
 def test_nodes_of_an_expert_group_are_given_or_come_from_the_launcher() -> None:
     moe = {"n_experts": 8, "top_k": 2, "expert_dim": 32}
     given = with_keys(parallel={"ep": 8, "ep_node_size": 2}, model={"moe": moe})

@@ -69,6 +69,15 @@ def test_the_status_of_an_earlier_job_run_does_not_count() -> None:
     assert decide(stopped, stopped, 1, JobHistory("7"), LIMITS, 0)[0] == "end"
 
 
+def test_a_refused_start_of_a_stopped_run_is_not_requeued() -> None:
+    """torchrun ends with 1, and status.json keeps the state of the start before."""
+    before = record("stopped", 75, 10)
+    status = json.loads(before.status) | {"reason": "the last start was refused: x", "refused": 2}
+    after = RunSnapshot(json.dumps(status), before.checkpoints)
+    action, why = decide(before, after, 1, JobHistory("7"), LIMITS, 0)
+    assert action == "end" and "refused with exit code 2" in why
+
+
 def job_runs(history: JobHistory, code: int, after: RunSnapshot, count: int) -> list[str]:
     return [decide(EMPTY, after, code, history, LIMITS, 0)[0] for _ in range(count)]
 
@@ -176,3 +185,5 @@ def test_the_state_decides_after_a_lost_or_leaving_node(tmp_path, state: str, co
     assert count_stop(code, 0, argv, {"SLURM_JOB_ID": "7"}) == ended
     # A status of an earlier job run says nothing.
     assert count_stop(137, 2**40, argv, {"SLURM_JOB_ID": "7"}) == 137
+    # A stop before this job's ranks began, whatever the state that an earlier job has left.
+    assert count_stop(75, 2**40, argv, {"SLURM_JOB_ID": "8"}) == 75

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from forge.config import CommandLine, Config, Phases, check_world, choose_layout
@@ -49,7 +51,7 @@ def plan(config: Config, command: CommandLine) -> int:
     whole, config = config, largest(config)
     made = make_plan(config, degrees, hardware)
     crowded = crowded_bytes(config, degrees, hardware)
-    remedy = remedy_for(made) if made.fits is False else None
+    remedy = remedy_for(made, allowed_in_phases(whole, degrees.world)) if made.fits is False else None
     if command.json:
         of_phases = {"steps": whole.train.steps, "phases": phases_as_json(whole)} if whole.phase else {}
         print(json.dumps(as_json(made, crowded, remedy) | of_phases, indent=1), flush=True)
@@ -60,23 +62,12 @@ def plan(config: Config, command: CommandLine) -> int:
 
 
 def _search(whole: Config, world: int, hardware: Hardware, *, as_object: bool) -> int:
-    config = largest(whole)
-
-    def allowed(changes: Changes) -> bool:
-        """Return whether the changes are legal in every phase and change the sizes of the largest phase as planned."""
-        changed = with_changes(whole, changes)
-        try:
-            check_world(changed, world)
-        except UserError:
-            return False
-        return step_sizes(largest(changed)) == step_sizes(with_changes(config, changes))
-
-    found = (
-        search(config, world, hardware, allowed=allowed) if whole.phase else search(config, world, hardware)
-    )
+    config, allowed = largest(whole), partial(allowed_in_phases, whole)
+    found = search(config, world, hardware, allowed=allowed(world))
     fits = found[0].fits
-    fewest = None if fits else fewest_ranks(config, world, hardware)
-    remedy = None if fits else remedy_for(found[0].plan)
+    fewest = None if fits else fewest_ranks(config, world, hardware, allowed=allowed)
+    own = found[0].changes
+    remedy = None if fits else remedy_for(found[0].plan, lambda changes: allowed(world)(own | changes))
     if as_object:
         layouts = [layout_as_json(one) for one in found[:BEST]]
         answer = layouts[0] | {
@@ -90,6 +81,20 @@ def _search(whole: Config, world: int, hardware: Hardware, *, as_object: bool) -
         if remedy is not None:
             print(remedy_as_text(remedy, hardware), flush=True)
     return FINISHED if fits else DOES_NOT_FIT
+
+
+def allowed_in_phases(whole: Config, world: int) -> Callable[[Changes], bool]:
+    """Return a function: whether changes are legal in every phase, and change the largest phase as they change its plan."""
+
+    def allowed(changes: Changes) -> bool:
+        changed = with_changes(whole, changes)
+        try:
+            check_world(changed, world)
+        except UserError:
+            return False
+        return step_sizes(largest(changed)) == step_sizes(with_changes(largest(whole), changes))
+
+    return allowed if whole.phase else lambda changes: True
 
 
 def step_sizes(config: Config) -> tuple[int, int, int]:

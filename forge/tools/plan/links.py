@@ -100,7 +100,10 @@ def _latency(call: Collective, span: Span, hardware: Hardware) -> float:
 
 
 def message_seconds(size: int, apart: int, hardware: Hardware) -> float:
-    """Return the seconds of a message of `size` bytes between ranks whose numbers differ by `apart`."""
+    """Return the seconds of a message of `size` bytes between ranks whose numbers differ by `apart`.
+
+    For the messages of a pipeline, `apart` is the distance of its ends: unless all are on one node, some message leaves it.
+    """
     inside = apart < hardware.cards_per_node
     link = hardware.node if inside else hardware.cluster
     return link.latency_us * 1e-6 + size / bandwidth(hardware)[0 if inside else 1]

@@ -19,6 +19,14 @@ def plannable(config: Config) -> tuple[Config, list[str]]:
         warnings.append(
             f"{' and '.join(compiled)}: memory is planned without compilation; compiled code keeps fewer activations"
         )
+    if config.compile.optimizer:
+        warnings.append(
+            "compile.optimizer: the update is planned without compilation, so it is faster than planned"
+        )
+    if config.parallel.cpu_offload:
+        warnings.append(
+            "parallel.cpu_offload: the time leaves out the copies between host and GPU and the update on the CPU"
+        )
     if config.activation_checkpoint.mode == "memory_budget":
         changes["activation_checkpoint"] = config.activation_checkpoint.model_copy(update={"mode": "none"})
         warnings.append(

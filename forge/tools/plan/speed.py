@@ -129,7 +129,7 @@ def _pipelined(
         * config.model.dim
         * DTYPES[config.precision.compute].itemsize
     )
-    message = pace.links * message_seconds(size, degrees.world // degrees.pp, hardware)
+    message = pace.links * message_seconds(size, degrees.world - degrees.world // degrees.pp, hardware)
     timeline = plan.schedule.timed(duration, message)
     seconds = max(timed.stop for of_rank in timeline for timed in of_rank)
     compute = [

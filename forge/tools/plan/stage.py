@@ -139,7 +139,7 @@ def plan_stage(
             for place, peak in _by_place(fake.trace, fake.model).items()
         }
         layers, state_on_host = _layers(fake.model, config), 0
-        if config.parallel.cpu_offload and hardware is not None and hardware.card:
+        if config.parallel.cpu_offload and card:
             # The GPU holds only gathered and computed tensors. Shards, gradients and optimizer state are on the CPU.
             peaks = {place: _on_device(peak, state["buckets"]) for place, peak in peaks.items()}
             state_on_host, state = sum(state.values()), {kind: 0 for kind in STATE}

@@ -71,6 +71,8 @@ def _by_matrix(run: RunRecord, number: int) -> list[Part]:
             Heat(kind, [str(layer) for layer in layers], steps, _grid(found, [layers[one] for one in layers]))
             for kind, layers in ((kind, dict(sorted(layers.items()))) for kind, layers in kinds.items())
         ]
+        if not maps:  # e.g. a model of one's own, or only the embedding
+            continue
         svg = heat_maps(f"{group}{number}", maps, unit)
         at = sampled(found, 6)
         rows = [[name, *(values.get(name) for _, values in at)] for name in names]

@@ -93,8 +93,9 @@ def _make(
             ended = [process for process in running if process.poll() is not None]
             for process in ended:
                 # torchrun exits with 1 after a stop.
-                state = read_object(running.pop(process) / "status.json").get("state")
-                if process.returncode == STOPPED or (process.returncode and state == "stopped"):
+                status = read_object(running.pop(process) / "status.json")
+                stopped = status.get("state") == "stopped" and "refused" not in status
+                if process.returncode == STOPPED or (process.returncode and stopped):
                     failed.append("a run was stopped")
                 show()
             if not ended:

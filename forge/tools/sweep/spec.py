@@ -77,13 +77,14 @@ class Sweep(Section):
 class Trial:
     """One choice of values for the swept keys.
 
-    steps: number of steps of the trial's runs in this rung; 0: train.steps of the recipe.
+    steps, tokens: length of the trial's runs in this rung; 0: that of the recipe.
     """
 
     number: int
     values: dict[str, Any]
     rung: int = 0
     steps: int = 0
+    tokens: int = 0
 
     def run_name(self, seed: int) -> str:
         return f"trial-{self.number:03d}-rung-{self.rung}-seed-{seed}"
@@ -92,7 +93,9 @@ class Trial:
         """Return the arguments of train.py for the run with run.seed = `seed`."""
         keys = {**sweep.overrides, **self.values, "run.seed": seed, "run.name": self.run_name(seed)}
         keys["run.output_dir"] = str(sweep.folder)
-        if self.steps:
+        if self.tokens:
+            keys["train.tokens"] = self.tokens
+        elif self.steps:
             keys |= {"train.steps": self.steps, "train.tokens": 0}
         config = keys.pop("config", sweep.config)
         return ["--config", config, *(f"--{key}={to_literal(value)}" for key, value in keys.items())]
@@ -165,11 +168,11 @@ def first_trials(sweep: Sweep) -> list[Trial]:
 
     Raises UserError if the budget is too small for one trial.
     """
-    steps = _steps_of_rungs(sweep)
-    trials = [Trial(number, values, 0, steps[0]) for number, values in enumerate(_values(sweep))]
+    lengths = _lengths_of_rungs(sweep)
+    trials = [Trial(number, values, 0, **lengths[0]) for number, values in enumerate(_values(sweep))]
     if not sweep.budget_tokens:
         return trials
-    tokens = [[_tokens(sweep, replace(trial, steps=length)) for trial in trials] for length in steps]
+    tokens = [[_tokens(sweep, replace(trial, **length)) for trial in trials] for length in lengths]
     for number in range(len(trials), 0, -1):
         if _tokens_of_all(sweep, [rung[:number] for rung in tokens]) <= sweep.budget_tokens:
             return trials[:number]
@@ -182,23 +185,25 @@ def next_trials(sweep: Sweep, trials: list[Trial], results: dict[int, float]) ->
 
     results: trial number -> metric; trials without a result are dropped.
     """
-    rung, steps = trials[0].rung + 1, _steps_of_rungs(sweep)
-    if rung == len(steps):
+    rung, lengths = trials[0].rung + 1, _lengths_of_rungs(sweep)
+    if rung == len(lengths):
         return []
     ranked = sorted(
         (trial for trial in trials if trial.number in results), key=lambda t: (results[t.number], t.number)
     )
     kept = ranked[: _survivors(sweep, len(trials))]
-    return [replace(trial, rung=rung, steps=steps[rung]) for trial in sorted(kept, key=lambda t: t.number)]
+    return [replace(trial, rung=rung, **lengths[rung]) for trial in sorted(kept, key=lambda t: t.number)]
 
 
-def _steps_of_rungs(sweep: Sweep) -> list[int]:
-    """Return the number of steps of a run in each rung. 0 stands for the recipe's train.steps."""
+def _lengths_of_rungs(sweep: Sweep) -> list[dict[str, Any]]:
+    """Return the length of a run in each rung, in the unit of the recipe: {"tokens": N} or {"steps": N}. {}: the recipe's."""
     if sweep.method != "halving":
-        return [0]
-    longest = load_config(Trial(0, {}).options(sweep, 0)).train.steps
+        return [{}]
+    train = load_config(Trial(0, {}).options(sweep, 0)).train
+    unit = "tokens" if train.tokens else "steps"
+    longest: int = getattr(train, unit)
     shortest = max(1, longest // sweep.eta ** (sweep.rungs - 1))
-    return [*(shortest * sweep.eta**rung for rung in range(sweep.rungs - 1)), longest]
+    return [*({unit: shortest * sweep.eta**rung} for rung in range(sweep.rungs - 1)), {unit: longest}]
 
 
 def _survivors(sweep: Sweep, trials: int) -> int:

@@ -132,7 +132,7 @@ def test_states_on_the_nodes_take_host_memory_for_three_of_them_with_their_copie
     [
         (("loss",), ["compile.loss"]),
         (("enabled", "loss"), ["compile.enabled and compile.loss"]),
-        (("optimizer",), []),
+        (("optimizer",), ["compile.optimizer"]),
     ],
 )
 def test_what_is_compiled_is_planned_without_the_compiler(tmp_path, capsys, keys, named: list[str]) -> None:
@@ -167,6 +167,17 @@ def test_every_phase_must_fit_the_processes(tmp_path, capfd) -> None:
     printed = capfd.readouterr()
     assert found == 0 and "8 processes need this entry of parallel.fallbacks: parallel.tp=2" in printed.err
     assert json.loads(printed.out)["layout"]["tp"] == 2
+
+
+@pytest.mark.long
+def test_a_remedy_names_no_key_that_a_phase_overrides(tmp_path, capsys) -> None:
+    options = ["--train.micro_batch_size=1", "--json", "--world-size=1"]
+    phase = "--phase=[{until_tokens=2048,seq_len=40},{micro_batch_size=4}]"
+    plan(tmp_path, *options, phase, gib=1.0)
+    peak = json.loads(capsys.readouterr().out)["memory"]["peak"]
+    assert plan(tmp_path, *options, phase, gib=0.9 * peak / 2**30) == 3
+    remedy = json.loads(capsys.readouterr().out)["remedy"]
+    assert remedy and not any("micro_batch_size" in one for one in remedy["overrides"])
 
 
 def test_an_invalid_hardware_file_is_refused(tmp_path, capfd) -> None:

@@ -159,9 +159,7 @@ def test_a_pipeline_pays_for_gathers_in_its_first_and_for_reductions_in_its_last
     forward = {0: Spent(compute=1.0, waiting=10.0), 1: Spent(compute=1.0), 2: Spent(compute=1.0)}
     backward = {0: Spent(compute=2.0), 1: Spent(compute=2.0), 2: Spent(compute=2.0, waiting=20.0)}
     fast = CARD.model_copy(update={"node": Link(gb_per_s=1e12, latency_us=0.0)})
-    speed = speed_of(
-        config, check_world(config, 2), [[StepTime(forward, backward, Spent())] * 3] * 2, fast
-    )
+    speed = speed_of(config, check_world(config, 2), [[StepTime(forward, backward, Spent())] * 3] * 2, fast)
     # The second rank waits for the first one's gather before its own, and the first one's reduction comes last.
     assert speed.step_s == pytest.approx((6 + 1) * 3 + 2 * 10 + 2 * 20)
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,24 @@ def test_halving_gives_the_best_longer_runs(tmp_path) -> None:
     third = next_trials(sweep, second, {7: 1.0, 6: 2.0})
     assert [(trial.number, trial.steps, trial.rung) for trial in third] == [(7, 300, 2)]
     assert next_trials(sweep, third, {7: 0.0}) == []
+
+
+def test_halving_keeps_the_unit_of_the_recipes_length(tmp_path) -> None:
+    """With equal tokens, a run of shorter sequences has more steps."""
+    tokens = 9 * 16 * 128 * 10
+    sweep = sweep_of(
+        tmp_path,
+        **{"method": "halving", "trials": 9, "rungs": 3, "eta": 3, "keys": RANDOM},
+        overrides={"train.tokens": tokens},
+    )
+    first = first_trials(sweep)
+    found = [config_of(sweep, trial).train for trial in first]
+    assert {train.tokens for train in found} == {tokens // 9}
+    assert {(train.seq_len, train.steps) for train in found} == {(64, 20), (128, 10)}
+    second = next_trials(sweep, first, {trial.number: float(-trial.number) for trial in first})
+    assert {config_of(sweep, trial).train.tokens for trial in second} == {tokens // 3}
+    third = next_trials(sweep, second, {7: 1.0, 6: 2.0})
+    assert config_of(sweep, third[0]).train.tokens == tokens
 
 
 def test_the_metric_is_of_the_last_tenth_or_the_last_evaluation() -> None:
@@ -346,20 +365,22 @@ def test_a_wrong_file_is_explained(tmp_path, text: str, sentence: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_run_stopped_under_torchrun_stops_the_sweep(tmp_path) -> None:
-    """torchrun ends with 1 after a stop, so only status.json tells."""
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_run_stopped_under_torchrun_stops_the_sweep(tmp_path, refused: bool) -> None:
+    """torchrun ends with 1 after a stop, so only status.json tells. A refused start keeps the state of the start before."""
+    status = json.dumps({"state": "stopped"} | ({"refused": 2} if refused else {}))
     script = tmp_path / "stopping.py"
     script.write_text(
         "import json, sys\nfrom pathlib import Path\n"
         "given = dict(one.removeprefix('--').split('=', 1) for one in sys.argv[3:])\n"
         "folder = Path(json.loads(given['run.output_dir'])) / json.loads(given['run.name'])\n"
         "folder.mkdir(parents=True)\n"
-        "(folder / 'status.json').write_text('{\"state\": \"stopped\"}')\nsys.exit(1)\n"
+        f"(folder / 'status.json').write_text({status!r})\nsys.exit(1)\n"
     )
     sweep = sweep_of(tmp_path, keys={"optimizer.lr": [0.1]}, seeds=[0], overrides=TEN)
-    with pytest.raises(UserError, match="a run was stopped") as error:
+    with nullcontext() if refused else pytest.raises(UserError, match="a run was stopped") as error:
         run_sweep(sweep, lambda results: None, [sys.executable, str(script)])
-    assert error.value.exit_code == STOPPED
+    assert refused or error.value.exit_code == STOPPED
 
 
 def finish(sweep: Sweep, trial: Trial, state: str, changes: dict[str, Any] | None = None) -> None:
