@@ -51,8 +51,9 @@ class Planner:
             if not self._trust:
                 require_trust(parse_toml_text(text, "config.toml", import_classes=False), "config.toml")
             config = parse_toml_text(text)
-            degrees = check_world(config, world)
-            return as_json(make_plan(largest(config), degrees, self._hardware or card_of(device)))
+            check_world(config, world)
+            config = largest(config)
+            return as_json(make_plan(config, check_world(config, world), self._hardware or card_of(device)))
         except UserError as error:
             return {"problem": str(error)}
         # Fake tensors may not support a custom model. The page then has no plan of this run.

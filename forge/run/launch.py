@@ -232,7 +232,9 @@ def _train(
     signals.defer()
     stopped = trainer.train(all_hooks, history.roll_back)
     if kept.mirror and stopped is None:
-        wait_for_mirror((hook.mirror for hook in all_hooks if isinstance(hook, MirrorSaves)), reporter)
+        mirrors = [hook.mirror for hook in all_hooks if isinstance(hook, MirrorSaves)]
+        bound_s = config.resilience.save_timeout_s
+        wait_for_mirror(mirrors, reporter, bound_s, lambda: signals.reason is not None)
     elif kept.mirror:
         # The first rank may still have copied. Its launcher would kill it soon after the end of another rank.
         on_first_rank("ending the run", lambda: None)

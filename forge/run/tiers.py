@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -335,26 +336,37 @@ def finish_mirror(config: Config, checkpoints: Checkpoints, step: int, reporter:
 
     if config.checkpoint.mirror:
         on_first_rank("copying to the mirror", copy)
-        wait_for_mirror(mirror, reporter)
+        wait_for_mirror(mirror, reporter, config.resilience.setup_timeout_s)
 
 
-def wait_for_mirror(mirrors: Iterable[Mirror], reporter: Reporter) -> None:
+def wait_for_mirror(
+    mirrors: Iterable[Mirror],
+    reporter: Reporter,
+    bound_s: float,
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> None:
     """Wait until the mirror of the first rank has made all its copies. Collective.
 
-    mirrors: the mirror on the first rank, empty on the others. The watchdog's limit of the phase counts from the last
-    copied file, on every rank.
+    Give up shortly before the watchdog would, and after a request to stop; the next start then makes the copy. mirrors: the
+    mirror on the first rank, empty on the others. bound_s: the watchdog's limit of the phase; 0: none. On every rank, it
+    counts from the last copied file.
     """
-    mirror, copied = next(iter(mirrors), None), -1
+    mirror, copied, since = next(iter(mirrors), None), -1, time.monotonic()
 
     def look() -> tuple[bool, int]:
         assert mirror is not None
-        return mirror.wait(LOOK_S), mirror.files
+        complete = mirror.wait(LOOK_S)
+        late = bound_s and time.monotonic() - since > 0.8 * bound_s
+        if not complete and (late or is_stopping()):
+            mirror.close(0 if late else MIRROR_AT_STOP_S)
+            complete = True
+        return complete, mirror.files
 
     complete = False
     while not complete:
         complete, files = on_first_rank("copying to the mirror", look)
         if files > copied:
-            copied = files
+            copied, since = files, time.monotonic()
             reporter.phases.renew()
 
 

@@ -96,7 +96,7 @@ def one_bit_of_an_expert_after_step_5() -> None:
 
 def one_bit_of_a_tied_copy_after_step_5() -> None:
     """Flip a bit of the last stage's copy of a tied weight, once. The first stage owns the weight."""
-    _flip_a_bit(lambda model: model._tied._last, lambda step, seen: step == 5 and not seen)
+    _flip_a_bit(lambda model: model.tied._last, lambda step, seen: step == 5 and not seen)
 
 
 def one_bit_after_every_step_from_5() -> None:

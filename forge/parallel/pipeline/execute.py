@@ -65,30 +65,30 @@ class PipelinedModel(ParallelModel):
         self.isend: Callable[..., dist.Work | None] = dist.isend
         self._config = layout.model
         self._pieces = layout.parallel.tp if layout.parallel.sequence_parallel else 1
-        self._tied = None
+        self.tied = None
         if layout.model.embedding_at_both_ends:
             first = _tied_shard([part for part in parts if part.stage.embed])
             last = _tied_shard([part for part in parts if part.stage.head])
-            self._tied = Tied(first, last, plan.ends, pp, watched=layout.check_replicas)
+            self.tied = Tied(first, last, plan.ends, pp, watched=layout.check_replicas)
             # The gradient norm, the optimizer and checkpoints see only the first stage's copy of the tied weight.
             self.shards = [shard for shard in self.shards if shard is not last]
 
     def finalize_gradients(self) -> None:
         super().finalize_gradients()
-        if self._tied is not None:
-            self._tied.sum_gradients()
+        if self.tied is not None:
+            self.tied.sum_gradients()
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        if self._tied is not None:
-            self._tied.copy_values()
+        if self.tied is not None:
+            self.tied.copy_values()
         super().after_update(copied)
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
         yield from super().replicated_tensors()
-        if self._tied is not None:
+        if self.tied is not None:
             # Yield the number of unexpected changes, not the copy itself, because the next update overwrites a change.
             # All other ranks yield 0.
-            yield f"weights.{NAME} of the last stage", self._tied.take_changes(), self.pp
+            yield f"weights.{NAME} of the last stage", self.tied.take_changes(), self.pp
 
     def accumulation_memory_summary(self) -> str:
         return "; ".join(

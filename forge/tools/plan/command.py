@@ -49,6 +49,7 @@ def plan(config: Config, command: CommandLine) -> int:
         if fallback:
             print(f"{world} processes need this entry of parallel.fallbacks: {fallback}", file=sys.stderr)
     whole, config = config, largest(config)
+    degrees = check_world(config, degrees.world)  # with the number of microbatches of the largest phase
     made = make_plan(config, degrees, hardware)
     crowded = crowded_bytes(config, degrees, hardware)
     remedy = remedy_for(made, allowed_in_phases(whole, degrees.world)) if made.fits is False else None

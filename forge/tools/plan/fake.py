@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,7 @@ from forge.tools.plan.norm import use_fused_norms
 from forge.tools.plan.places import known_everywhere
 from forge.tools.plan.trace import Moment, Trace
 from forge.train.state import all_tensors
-from forge.train.step import apply_gradients
+from forge.train.step import apply_gradients, compute_gradients
 
 CPU = torch.device("cpu")
 
@@ -107,6 +107,9 @@ class FakeRank:
                     self.optimizer = build_optimizer(shards, config.optimizer, self.meshes.stage)
         if isinstance(self.model, PipelinedModel):
             self.model.isend = _send
+            if self.model.tied is not None:
+                tied: Any = self.model.tied
+                tied.sum_gradients = self._in_update(tied.sum_gradients)
         self.trace.watch(self.model.parts)
         for part in self.model.parts:
             use_plain_products(part)
@@ -147,6 +150,15 @@ class FakeRank:
             whole += shard.global_shape.numel() * values.dtype.itemsize
         return host, whole
 
+    def _in_update(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return `work` with its messages recorded in the update: they are sent once in a step."""
+
+        def moved() -> None:
+            self.trace.moment = Moment("update")
+            work()
+
+        return moved
+
     def offloaded_bytes(self) -> int:
         """Return the bytes of host memory allocated for offloaded activations."""
         memories = {offload.memory for part in self.model.parts for offload in offloads(part)}
@@ -157,11 +169,8 @@ class FakeRank:
         with _explained(), self._watched():
             self.trace.begin()
             batch, model = self._batch(microbatches), self.model
-            sums = model.forward_backward(batch, model.count_tokens(batch))
-            self.trace.moment = Moment(
-                "update"
-            )  # a pipeline's ends exchange tied weights only once in a step
-            model.finalize_gradients()
+            sums = compute_gradients(model, batch)
+            self.trace.moment = Moment("update")
             report = report_gradients(model.shards, sums.objective, stop=False)
             optimizer, train = self.config.optimizer, self.config.train
             apply_gradients(model, self.optimizer, report, optimizer.lr, train.grad_clip_norm)

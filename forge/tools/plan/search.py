@@ -316,7 +316,7 @@ def fewest_ranks(
     size = 2 * world
     with _pool(processes) as pool:
         while size <= limit * world:
-            legal = (one for one in layouts(config, size, hardware) if allowed(size)(one.changes))
+            legal = layouts(config, size, hardware, allowed=allowed(size))
             least = sorted(legal, key=Corrections([]).bytes)[: ROUND // 2]
             if any(found is not None and found.fits for found in pool(least, hardware)):
                 return size

@@ -109,15 +109,23 @@ def _pipelined(
     forward = [_typical(time.forward) for time in times]
     backward = [_typical(time.backward) for time in times]
     # Parameters are gathered in the first microbatch, and gradients are reduced in the last.
-    first = [time.forward[min(time.forward)] for time in times]
-    last = [time.backward[max(time.backward)] if time.backward else Spent() for time in times]
+    ends = {
+        (action.stage, action.microbatch)
+        for rank in range(degrees.pp)
+        for action in plan.schedule.last_backward(rank)
+    }
 
     def duration(action: Action) -> float:
-        rank, end = rank_of[action.stage], degrees.accumulation - 1
+        rank = rank_of[action.stage]
+        time, number = times[rank], action.microbatch
         if action.kind == "F":
-            spent = first[rank] if action.microbatch == 0 else forward[rank]
+            spent = time.forward[min(time.forward)] if number == 0 else forward[rank]
+        elif time.backward and (action.stage, number) in ends:
+            spent = time.backward[
+                number if len(time.backward) == degrees.accumulation else max(time.backward)
+            ]
         else:
-            spent = last[rank] if action.microbatch == end else backward[rank]
+            spent = backward[rank]
         return spent.total * share[action.stage] * (0.5 if action.kind in "IW" else 1.0)
 
     train = config.train
@@ -140,5 +148,5 @@ def _pipelined(
 
 
 def _typical(spent: dict[int, Spent]) -> Spent:
-    """Return the time of the middle traced microbatch."""
-    return spent[sorted(spent)[len(spent) // 2]] if spent else Spent()
+    """Return the time of the middle traced microbatch; of two, the first."""
+    return spent[sorted(spent)[(len(spent) - 1) // 2]] if spent else Spent()

@@ -190,10 +190,11 @@ def _list_objects(
             continue
         if not is_named and not key.endswith(endings):
             corpus.passed_over[_extension(key)] += 1
-        elif not size:
-            _note_empty(key, corpus)
         elif path not in seen:
             seen.add(path)
+            if not size:
+                _note_empty(key, corpus)
+                continue
             _add(recognise(path, key, size, text_key), is_named, files, corpus)
 
 

@@ -50,7 +50,10 @@ def result_of(sweep: Sweep, trial: Trial) -> SweepResult:
     values, states, tokens = [], [], 0
     for seed in sweep.seeds:
         path = sweep.folder / trial.run_name(seed)
-        state = str(read_object(path / "status.json").get("state", "waiting"))
+        status = read_object(path / "status.json")
+        state = str(status.get("state", "waiting"))
+        if state == "stopped" and "refused" in status:
+            state = "failed"  # the same command would be refused again
         lines = read_lines(path / "metrics.jsonl", "step") if path.exists() else []
         tokens += max((line.get("tokens", 0) for line in lines), default=0)
         value = metric_of(lines, sweep.metric) if state == "finished" else None

@@ -11,6 +11,7 @@ from forge.model import Transformer
 from forge.observe.hardware import GIB
 from forge.run.launch import main
 from forge.tools.plan import fake
+from forge.tools.plan.command import allowed_in_phases
 from forge.tools.plan.fake import FakeRank, fake_ranks
 from forge.tools.plan.plan import smallest_world
 from tests.support.planning import plan_text
@@ -178,6 +179,30 @@ def test_a_remedy_names_no_key_that_a_phase_overrides(tmp_path, capsys) -> None:
     assert plan(tmp_path, *options, phase, gib=0.9 * peak / 2**30) == 3
     remedy = json.loads(capsys.readouterr().out)["remedy"]
     assert remedy and not any("micro_batch_size" in one for one in remedy["overrides"])
+
+
+def test_a_change_is_allowed_if_no_phase_overrides_it() -> None:
+    text = plan_text() + "[[phase]]\nuntil_tokens = 2048\nseq_len = 40\n[[phase]]\nmicro_batch_size = 4\n"
+    allowed = allowed_in_phases(parse_toml_text(text), 1)
+    assert not allowed({"train.micro_batch_size": 1})
+    assert allowed({"activation_checkpoint.mode": "full"})
+    assert not allowed_in_phases(parse_toml_text(text), 3)({})
+
+
+def test_the_largest_phase_is_planned_with_its_number_of_microbatches(tmp_path, capsys) -> None:
+    options = ("--json", "--world-size=1", "--train.micro_batch_size=1")
+    plan(
+        tmp_path,
+        *options,
+        "--train.global_batch_size=4",
+        "--phase=[{until_tokens=640},{global_batch_size=8}]",
+        gib=1.0,
+    )
+    phased = json.loads(capsys.readouterr().out)
+    plan(tmp_path, *options, "--train.global_batch_size=8", gib=1.0)
+    plain = json.loads(capsys.readouterr().out)
+    assert phased["time"]["step_s"] == pytest.approx(plain["time"]["step_s"])
+    assert phased["time"]["tokens_per_second"] == pytest.approx(plain["time"]["tokens_per_second"])
 
 
 def test_an_invalid_hardware_file_is_refused(tmp_path, capfd) -> None:

@@ -412,3 +412,14 @@ def test_a_run_that_used_a_fallback_belongs_to_the_sweep(tmp_path) -> None:
     check_runs(sweep, [trial])
     with pytest.raises(UserError, match=r"train\.micro_batch_size = 1"):
         check_runs(sweep_of(tmp_path, keys={"optimizer.lr": [0.1]}, seeds=[0], overrides=TEN), [trial])
+
+
+def test_a_refused_start_of_a_stopped_run_counts_as_failed(tmp_path) -> None:
+    """Otherwise a sweep in Slurm would wait for it, and submit it again, for ever."""
+    sweep = sweep_of(tmp_path, keys={"optimizer.lr": [0.1]}, seeds=[0], overrides=TEN)
+    (trial,) = first_trials(sweep)
+    finish(sweep, trial, "stopped")
+    assert result_of(sweep, trial).states == ["stopped"]
+    status = sweep.folder / trial.run_name(0) / "status.json"
+    status.write_text(json.dumps(json.loads(status.read_text()) | {"refused": 77}))
+    assert result_of(sweep, trial).states == ["failed"]
