@@ -75,7 +75,7 @@ class StepMonitors(Hook):
             # because its numbers would include both.
             self._monitors.remove()
             self._active = False
-        ready = self._delayed.pop() if self._is_due(result.step) else None
+        ready = self._delayed.pop(flush=True) if self._is_due(result.step) else None
         if ready is None:
             return
         assert ready[0] == result.step

@@ -47,7 +47,7 @@ class StepResults:
         returned step.
         """
         began = time.perf_counter()
-        ready = self._delayed.pop()
+        ready = self._delayed.pop(flush=True)
         if ready is None:
             return None
         (info, layers), values = ready
@@ -77,10 +77,11 @@ class StepResults:
 
 
 class DelayedRead:
-    """A queue of small device vectors that are being copied to the host.
+    """A queue of small device vectors that are being copied to the host. For hooks too (docs/internals/extending/hook.md).
 
-    `push` starts a copy into pinned memory and returns at once. `pop` waits only for the oldest copy, not for work that was
-    launched after it. All ranks push and pop in the same order, so they decide on equal values at the same step.
+    `push` of step n starts a copy into pinned memory and returns at once. `pop` then returns step n - 1, whose copy is
+    complete once the device has begun step n. All ranks push and pop in the same order, so they decide on equal values
+    at the same step.
     """
 
     def __init__(self, device: torch.device):
@@ -100,9 +101,12 @@ class DelayedRead:
         event.record()
         self._waiting.append((key, host, event))
 
-    def pop(self) -> tuple[Any, list[float]] | None:
-        """Return (key, values) of the oldest copy, waiting for the device if necessary; None if there is no copy."""
-        if not self._waiting:
+    def pop(self, flush: bool = False) -> tuple[Any, list[float]] | None:
+        """Return (key, values) of the oldest copy, waiting for the device if necessary.
+
+        None if there is no copy, or if only the newest is left and `flush` is false.
+        """
+        if len(self._waiting) < (1 if flush else 2):
             return None
         key, host, event = self._waiting.popleft()
         if event is not None:

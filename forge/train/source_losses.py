@@ -94,7 +94,7 @@ class SourceLosses(Hook):
             # A diagnosis may recompute the skipped step and then the current step. Stop counting the current step,
             # because its sums would include both.
             self._unwatch()
-        ready = self._delayed.pop() if self._trainer.metrics.is_due(result.step) else None
+        ready = self._delayed.pop(flush=True) if self._trainer.metrics.is_due(result.step) else None
         if ready is not None:
             self._trainer.metrics.publish(ready[0], self._means(ready[1]))
 

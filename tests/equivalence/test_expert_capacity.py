@@ -1,7 +1,6 @@
 """Experts with a capacity limit: equal microbatches drop the same tokens on any layout, and evaluation drops none."""
 
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from forge.config import check_world, parse_toml_text
 from forge.data.build import open_data
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
-from forge.train.evaluate import evaluate
+from forge.train.evaluate import held_out_losses
 from tests.support.equivalence import WholeRecord, alone, assert_equal, layout, routers
 from tests.support.harness import run_ranks
 from tests.support.layouts import experts_text as text
@@ -72,6 +71,4 @@ def _held_out(rank: int, world: int, keys: str) -> float:
     meshes = make_meshes(check_world(config, world), "cpu")
     model = build_parallel_model(config, meshes, torch.device("cpu"))
     data, device = open_data(config), torch.device("cpu")
-    return evaluate(SimpleNamespace(config=config, meshes=meshes, model=model, data=data, device=device))[
-        "held"
-    ]
+    return held_out_losses(model, data.validation, config, meshes, device)["held"]

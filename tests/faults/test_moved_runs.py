@@ -67,6 +67,7 @@ def test_r8_a_refused_start_changes_nothing_but_the_reason(
     after = run.status()
     assert "the last start was refused: " in after.pop("reason") and before.pop("reason")
     assert after.pop("cause") in ("changed_settings", "configuration")
+    assert after.pop("refused") == code
     assert after == before and run.metrics() == metrics and run.checkpoints() == checkpoints
     assert run.events("failed")[-1]["step"] == 6
     assert "new history" not in run.log()
