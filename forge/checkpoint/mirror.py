@@ -133,7 +133,7 @@ class Mirror:
         return not self._thread.is_alive()
 
     def close(self, seconds: float | None = None) -> None:
-        """Wait like `wait`. Then give up the copies that are not complete."""
+        """Wait for all requested copies, at most `seconds`. Then give up those that are not complete."""
         if not self.wait(seconds):
             message = "checkpoint.mirror %s: the copy of step %d is not complete; the next start makes it"
             log.warning(message, self._url, self._newest, extra=Cause.MIRROR_FAILED.mark)

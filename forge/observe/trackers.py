@@ -2,9 +2,9 @@
 
 A run of forge has one record in each tracking service: the service's own run. `trackers.json` in the run directory
 contains the record's id and last step. A resumed run continues the record, and adds missing steps from metrics.jsonl.
-After a roll-back, after a resume with another learning rate or other data, or after a new start in the same directory
-(`checkpoint.resume = none`, or another checkpoint), the record contains steps that no longer belong to the run. forge
-then marks the record as superseded, and writes all steps in metrics.jsonl to a new record.
+The record may contain steps that no longer belong to the run: after a roll-back, after a resume with another learning
+rate or another mixture, or after a new start in the same directory (`checkpoint.resume = none`, or another checkpoint).
+forge then marks the record as superseded, and writes all steps in metrics.jsonl to a new record.
 """
 
 from __future__ import annotations
@@ -31,14 +31,9 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
 # Keys that decide a run's numbers. Keys not listed, such as the microbatch size, leave them equal up to rounding.
 NUMBERS = (
-    *("model.", "optimizer.", "schedule.", "phase", "data.temperature", "run.seed", "train.steps"),
-    *(
-        "train.tokens",
-        "train.seq_len",
-        "train.global_batch_size",
-        "train.grad_clip_norm",
-        "train.z_loss_coef",
-    ),
+    *("model.", "optimizer.", "schedule.", "phase", "data.temperature", "run.seed"),
+    *("train.steps", "train.tokens", "train.seq_len", "train.global_batch_size"),
+    *("train.grad_clip_norm", "train.z_loss_coef"),
 )
 # Protects trackers.json: the trackers of a run share it, and each has its own thread.
 _saving = threading.Lock()

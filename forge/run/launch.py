@@ -216,7 +216,7 @@ def _train(
             return None
 
     trainer = Trainer(config, degrees, data, reporter, signals)
-    tiers.follow(start)  # after most checks: a refused start changes nothing
+    tiers.follow(start)  # after the checks above, because a refused start must keep node-local states
     history = History(trainer, checkpoints)
     history.start(start)
     on_first_rank(

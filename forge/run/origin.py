@@ -90,8 +90,8 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any], restarted: boo
             aside = {int(match[1]) for name in event["checkpoints"] if (match := _ASIDE.match(name))}
             kept = event.get("kept", max(saved))  # an earlier version of forge did not record it
             saved = [step for step in saved if step not in aside and step <= kept]
-    finished = (status.get("state") == "finished" and not restarted) or (
-        ended and (starts > 0 or not restarted)
+    finished = (
+        ended if restarted and starts else not restarted and (ended or status.get("state") == "finished")
     )
     if saved is None:
         # The events of the history are lost; a refused start writes others. A run is finished or stopped only after a

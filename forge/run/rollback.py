@@ -59,26 +59,25 @@ def find_rollback_point(
     # A fault right after the target of an earlier roll-back may come from that checkpoint. Try an older checkpoint
     # first, if any.
     suspects = [one.to_step for one in failed_rollbacks if one.to_step == required.first_bad - 1]
-    for bound in (min([required.first_bad, *suspects]), required.first_bad):
-        step = checkpoints.latest(verify, at_most=bound - 1)
+
+    def newest(at_most: int) -> ResumePoint | None:
+        step = checkpoints.latest(verify, at_most=at_most)
         for fallback in checkpoints.fallbacks:
             report_event(Cause.FALLBACK, problem=fallback)
-        if step is not None:
-            path = checkpoints.path(step)
-            return ResumePoint(path, read_state(path))
+        if step is None:
+            return None
+        return ResumePoint(checkpoints.path(step), read_state(checkpoints.path(step)))
+
+    for bound in (min([required.first_bad, *suspects]), required.first_bad):
+        if (point := newest(bound - 1)) is not None:
+            return point
         if origin is not None and origin.path is not None and begun < bound:
             path = Path(origin.path)
             if checkpoints.verify(path, verify) is None:
                 return ResumePoint(path, read_state(path))
-    if required.cause is Cause.BAD_STEPS:
-        step = checkpoints.latest(verify, at_most=required.last_step)
-        for fallback in checkpoints.fallbacks:
-            report_event(Cause.FALLBACK, problem=fallback)
-        if step is not None:
-            path = checkpoints.path(step)
-            state = read_state(path)
-            if step - state["progress"]["skipped_in_a_row"] < required.first_bad:
-                return ResumePoint(path, state)
+    point = newest(required.last_step) if required.cause is Cause.BAD_STEPS else None
+    if point and point.step - point.state["progress"]["skipped_in_a_row"] < required.first_bad:
+        return point
     raise UserError(
         f"{required}. There is no checkpoint before step {required.first_bad} to return to.",
         FAILED,

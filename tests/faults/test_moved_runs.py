@@ -171,3 +171,12 @@ def test_r7_a_moved_run_with_its_checkpoints_left_behind_is_refused(moved) -> No
     command = [f"--run.output_dir={new.parent}", "--run.name=renamed"]
     assert start_by_config(run, new / "config.toml", *command, output_dir=new) == 77
     assert "has saved step 6" in run.output()
+
+
+def test_r8_a_new_history_does_not_begin_with_weights_that_it_would_set_aside(tmp_path) -> None:
+    run = Run(tmp_path)
+    assert run("--train.steps=4") == 0
+    before = run.checkpoints()
+    own = f"--checkpoint.init={run.path / 'checkpoints' / before[-1]}"
+    refused(run, "--checkpoint.resume=none", own)
+    assert "is a checkpoint of this run" in run.status()["reason"] and run.checkpoints() == before

@@ -50,6 +50,7 @@ def pack(folder: Path, kind: PackingKind, seq_len: int, window: int = WINDOW) ->
 def _pack(
     dataset: TokenDataset, kind: PackingKind, seq_len: int, window: int, files: ExitStack, path: Path
 ) -> PlanIndex:
+    """Make the plan at `path`, as `pack` does. files: closes the plan's files, and removes those that are not complete."""
     folder, name, capacity = path.parent, path.stem, seq_len + 1
     counts = dict.fromkeys(("sequences", "pieces", "tokens", "cut_documents", "cut_tokens", "lost_tokens"), 0)
     sequence_file, piece_file = (
