@@ -54,20 +54,20 @@ def main(arguments: list[str] | None = None) -> int:
     )
     agent.add_argument(
         "--lost-after",
-        type=int,
+        type=positive,
         default=10,
         metavar="S",
         help="seconds without a heartbeat after which a node is lost",
     )
     agent.add_argument(
         "--gather",
-        type=int,
+        type=positive,
         default=5,
         metavar="S",
         help="seconds to wait for more nodes after MIN have arrived",
     )
     agent.add_argument(
-        "--patience", type=int, default=24 * 3600, metavar="S", help="seconds to wait for MIN nodes"
+        "--patience", type=positive, default=24 * 3600, metavar="S", help="seconds to wait for MIN nodes"
     )
     layouts = commands.add_parser(
         "layouts", help="print the layout on each number of nodes, and start nothing"

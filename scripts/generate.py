@@ -93,6 +93,8 @@ def _run(given: argparse.Namespace) -> None:
         )
     writings = [_begin(prompt, tokenizer, opened) for prompt in given.prompts]
     scores: NextScores
+    if given.no_cache and given.draft:
+        raise UserError("--draft: cannot be combined with --no-cache")
     if given.no_cache:
         scores = recomputed(lambda tokens: model(tokens.to(opened.device)), model.seq_len)
     elif given.draft:

@@ -107,7 +107,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
         report = _against(given, small, cases or [Case()], settings, progress)
     else:
         report = _layouts(given, small, rounded, cases, settings, progress)
-    missing = report.missing(cases, given.world_sizes or ())
+    missing = report.missing(cases, given.world_sizes or (), given.random)
     if given.json:
         found = as_json(given.config, small, notes, report, complete=missing is None)
         print(encode(found).decode(), end="", flush=True)
@@ -144,7 +144,11 @@ def _in_place(given: argparse.Namespace, overrides: list[str]) -> int:
             raise UserError("--in-place: cannot be combined with --layouts, --against or --precision")
         config = load_config(["--config", given.config, *overrides])
         small, outcome = verify_in_place(
-            config, _settings(given, shrink(config)[0]), world, given.digests, given.bound or TOLERANCE
+            config,
+            _settings(given, shrink(config)[0]),
+            world,
+            given.digests,
+            TOLERANCE if given.bound is None else given.bound,
         )
         outcomes.append(outcome)
         worst = None if outcome.status == "equal" else outcome
@@ -210,7 +214,7 @@ def _against(
     if given.precision:
         raise UserError("--precision: cannot be combined with --against")
     try:
-        return verify_against(small, cases, settings, given.against, given.bound, progress.end)
+        return verify_against(small, cases, settings, given.against, given.bound or 0.0, progress.end)
     except RankFailed as error:
         print(str(error).rstrip(), file=sys.stderr)
         raise UserError(f"this checkout fails: {last_line(str(error))}") from None
@@ -287,7 +291,6 @@ def _parser() -> Options:
     add(
         "--bound",
         type=bound,
-        default=0.0,
         metavar="X",
         help="allowed relative difference (--against: 0, bitwise equal; --in-place: 1e-9)",
     )

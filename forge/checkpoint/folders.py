@@ -84,6 +84,16 @@ def set_aside(root: Path, step: int, why: str) -> str:
     return target.name
 
 
+def set_damaged_aside(root: Path) -> list[str]:
+    """Rename every `.damaged-step-n` to `.aside-step-n`, as `set_aside` does. Return the new names."""
+    names = []
+    for damaged in sorted(root.glob(".damaged-step-*")):
+        target = _unused(root / damaged.name.replace(".damaged-", ".aside-", 1))
+        damaged.rename(target)
+        names.append(target.name)
+    return names
+
+
 def start_partial(root: Path, step: int) -> Path:
     """Make and return the empty folder `.partial-step-n`.
 

@@ -197,7 +197,10 @@ class Checkpoints:
         loading.load(path, tensors, self._group)
 
     def set_aside_after(self, step: int) -> list[str]:
-        """Rename every checkpoint after `step` (-1: all) to `.aside-step-n`. Return the new names. Collective."""
+        """Rename every checkpoint after `step` (-1: all) to `.aside-step-n`. Return the new names. Collective.
+
+        -1 also renames damaged checkpoints: those of an earlier history must not stop a restart of the new one.
+        """
         self._join()
 
         def rename() -> list[str]:
@@ -208,7 +211,7 @@ class Checkpoints:
                     why = "belongs to another history" if step < 0 else f"is later than step {step}"
                     message = "checkpoint %s %s: renamed to %s"
                     logger.warning(message, self.path(later), why, names[-1], extra=Cause.SET_ASIDE.mark)
-            return names
+            return names + (folders.set_damaged_aside(self.folder) if step < 0 else [])
 
         return on_first_rank("setting checkpoints aside", rename, self._group)
 

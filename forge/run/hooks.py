@@ -17,9 +17,10 @@ from forge.observe.trackers import PATIENCE_S, require_packages
 from forge.resilience.elastic import is_elastic
 from forge.resilience.stopping import TimeLimit
 from forge.resilience.stragglers import Stragglers
+from forge.run.mirrored import MIRROR_AT_STOP_S, MirrorSaves
 from forge.run.nodes import Recovery
 from forge.run.save import Saves
-from forge.run.tiers import MIRROR_AT_STOP_S, LocalSaves, MirrorSaves
+from forge.run.tiers import LocalSaves
 from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError
 from forge.runtime.fault import fault_point

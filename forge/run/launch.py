@@ -35,10 +35,11 @@ from forge.run.changes import check_data
 from forge.run.crash import CrashReporter
 from forge.run.history import History
 from forge.run.hooks import load_hooks, make_hooks
+from forge.run.mirrored import MirrorSaves, finish_mirror, restore_lost, wait_for_mirror
 from forge.run.nodes import ranks_per_node, report_nodes
 from forge.run.origin import Earlier, read_earlier, refuse_moved_run
 from forge.run.out_of_memory import explaining_exhaustion
-from forge.run.tiers import MirrorSaves, Tiers, finish_mirror, restore_lost, wait_for_mirror
+from forge.run.tiers import Tiers
 from forge.runtime import compat
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import cause_of, on_every_rank, on_first_rank

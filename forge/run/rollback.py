@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,15 @@ def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
             "roll-backs before it. The run forgets later roll-backs, and repeats them if their causes recur"
         )
     return found
+
+
+def is_abandoned(checkpoint: Path, rollbacks: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a later roll-back has left the steps before a checkpoint or node-local state.
+
+    rollbacks: all roll-backs of the run. The checkpoint lists those before its step.
+    """
+    progress = read_state(checkpoint)["progress"]
+    return any(one["to_step"] < progress["step"] for one in rollbacks[len(progress["rollbacks"]) :])
 
 
 def _origin(directory: RunDirectory) -> Origin | None:

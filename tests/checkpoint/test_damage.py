@@ -74,6 +74,21 @@ def test_s1_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(name, how
     assert names(folder) == [".damaged-step-00000002", "step-00000001", "step-00000002"]
 
 
+def find_after_a_new_history(rank: int, world: int, folder: str) -> tuple[list[str], int | None]:
+    checkpoints = Checkpoints(Path(folder))
+    assert checkpoints.latest() == 1
+    aside = checkpoints.set_aside_after(-1)
+    return aside, checkpoints.latest()
+
+
+def test_damaged_checkpoints_of_an_earlier_history_do_not_stop_a_new_one(saved, tmp_path):
+    folder = Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+    (folder / "step-00000002" / MANIFEST).unlink()
+    aside = [".aside-step-00000001", ".aside-step-00000002"]
+    assert run_ranks(find_after_a_new_history, 2, str(folder)) == [(aside, None)] * 2
+    assert names(folder) == aside
+
+
 @pytest.mark.long
 def test_every_flipped_bit_of_a_manifest_is_found(tmp_path):
     (tmp_path / "a").write_bytes(b"content")

@@ -11,9 +11,9 @@ from forge.checkpoint.folders import remove_links, step_name, steps
 from forge.checkpoint.loading import TRAINER
 from forge.checkpoint.manifest import compose, entry
 from forge.checkpoint.mirror import Mirror, restore
-from forge.run import tiers
-from forge.run.tiers import MirrorSaves
-from forge.run.tiers import _is_abandoned as is_abandoned
+from forge.run import mirrored
+from forge.run.mirrored import MirrorSaves
+from forge.run.rollback import is_abandoned
 from forge.runtime import remote
 from forge.runtime.errors import UserError
 from tests.support.runs import wait_for
@@ -109,12 +109,12 @@ def test_a_finished_run_waits_for_its_copy_and_renews_the_limit_with_each_file(t
         put(*args)
 
     monkeypatch.setattr(hook.mirror._files, "put_file", slow)
-    monkeypatch.setattr(tiers, "LOOK_S", 0.01)
-    monkeypatch.setattr(tiers, "on_first_rank", lambda _purpose, work: work())
+    monkeypatch.setattr(mirrored, "LOOK_S", 0.01)
+    monkeypatch.setattr(mirrored, "on_first_rank", lambda _purpose, work: work())
     phases = SimpleNamespace(renew=lambda: (renewed.append(hook.mirror.files), go.release()))
     hook.after_save(20)
     hook.after_run()
-    tiers.wait_for_mirror([hook.mirror], SimpleNamespace(phases=phases), 60.0)  # type: ignore[arg-type]
+    mirrored.wait_for_mirror([hook.mirror], SimpleNamespace(phases=phases), 60.0)  # type: ignore[arg-type]
     # With the first look, and then with each of three files: the manifest comes last, alone.
     assert renewed[0] == 0 and renewed[-1] == 3 and renewed == sorted(set(renewed))
     assert json.loads((tmp_path / "bucket" / "run" / "mirror.json").read_text())["steps"] == [20]
@@ -125,14 +125,14 @@ def test_a_finished_run_gives_up_a_copy_that_does_not_end(tmp_path, monkeypatch,
     write(tmp_path / "local", 20)
     hook, stuck = hook_of(tmp_path), threading.Event()
     monkeypatch.setattr(hook.mirror._files, "put_file", lambda *_: stuck.wait(20))
-    monkeypatch.setattr(tiers, "LOOK_S", 0.01)
-    monkeypatch.setattr(tiers, "MIRROR_AT_STOP_S", 0.01)
-    monkeypatch.setattr(tiers, "on_first_rank", lambda _purpose, work: work())
+    monkeypatch.setattr(mirrored, "LOOK_S", 0.01)
+    monkeypatch.setattr(mirrored, "MIRROR_AT_STOP_S", 0.01)
+    monkeypatch.setattr(mirrored, "on_first_rank", lambda _purpose, work: work())
     hook.after_save(20)
     hook.after_run()
     reporter: Any = SimpleNamespace(phases=SimpleNamespace(renew=lambda: None))
     stops = reason == "a request to stop"
-    tiers.wait_for_mirror([hook.mirror], reporter, 0.0 if stops else 0.1, lambda: stops)
+    mirrored.wait_for_mirror([hook.mirror], reporter, 0.0 if stops else 0.1, lambda: stops)
     stuck.set()
     assert "the copy of step 20 is not complete; the next start makes it" in caplog.text
 

@@ -210,6 +210,7 @@ def test_a_damaged_checkpoint_is_skipped_and_left_in_place(run, tmp_path) -> Non
         (["--prompt", "a", "--temperature", "nan"], "at least 1e-6"),
         (["--prompt", "a", "--top-p", "0"], "more than 0"),
         (["--prompt", "a", "--max-tokens", "0"], "at least 1"),
+        (["--prompt", "a", "--no-cache", "--draft"], "cannot be combined with --no-cache"),
         (["--prompt", "a", "--device", "gpu7"], "--device gpu7: cannot be used"),
         (["--prompt", "a", "--tokenizer", "absent.model"], "tokenizer absent.model: cannot be read"),
         (["--prompt", "a", "--checkpoint", "absent"], "absent: does not exist"),

@@ -74,6 +74,7 @@ def changes_of_activations(config: Config, steps: int) -> dict[str, float]:
     before = _activations(model, tokens)
     for _, (inputs, labels) in zip(range(steps), batches, strict=False):
         model.zero_grad()
+        model.set_loss_scale(torch.tensor(1 / labels.numel()))
         sums = model(inputs, labels)
         (sums[0] / labels.numel()).backward()
         optimizer.step(config.optimizer.lr, torch.zeros(()))

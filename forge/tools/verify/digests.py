@@ -165,7 +165,9 @@ def _pieces(key: TensorKey, ranks: Sequence[Held]) -> Iterator[tuple[int, float,
                 found[place] = rank, 0.0, elements, numbers
                 continue
             _, most, _, first = found[place]
-            apart = max(abs(mine - theirs) for mine, theirs in zip(numbers[:-1], first[:-1], strict=True))
+            pairs = zip(numbers[:-1], first[:-1], strict=True)
+            # A NaN counts as an infinite difference.
+            apart = max(inf if mine != mine else abs(mine - theirs) for mine, theirs in pairs)
             if apart > most:
                 found[place] = rank, apart, elements, first
     yield from found.values()

@@ -80,15 +80,18 @@ class Report:
         """The layouts that differ or failed."""
         return [one for one in self.outcomes if one.status != "equal"]
 
-    def missing(self, asked: Sequence[Case] | None, worlds: Sequence[int]) -> str | None:
+    def missing(
+        self, asked: Sequence[Case] | None, worlds: Sequence[int], random: int | None = None
+    ) -> str | None:
         """Return, as a sentence, which requested layouts were not run; None if all were.
 
         asked: the layouts named by the user; None: no layout was named. worlds: the numbers of processes named by the user.
+        random: the number of random layouts named by the user.
         """
         if asked is not None and self.refused:
             case, reason = self.refused[0]
             return f"{case.name} is not allowed: {reason}"
-        if (asked is not None or not self.outcomes) and self.not_reached:
+        if (asked is not None or random is not None or not self.outcomes) and self.not_reached:
             return f"the time was too short for {self.not_reached} of them; increase --minutes"
         for world in worlds:
             if asked is None and world not in {one.case.world for one in self.outcomes}:
@@ -247,8 +250,11 @@ def verify(
         check(case)
     if cases is None and not report.bad:
         fresh = (case for case in at_random(verifier.config, worlds, seed) if case not in planned)
-        for case in itertools.islice(fresh, random):
-            if left() <= 0 or report.bad:
+        for made, case in enumerate(itertools.islice(fresh, random)):
+            if report.bad:
+                break
+            if left() <= 0:
+                report.not_reached += 0 if random is None else random - made
                 break
             check(case)
     if report.bad:

@@ -94,6 +94,11 @@ def test_nan_is_a_difference() -> None:
     assert [one.name for one in result.differences] == ["norm.weight"]
 
 
+def test_nan_in_the_second_copy_is_a_difference() -> None:
+    result = compared(reference(), ranks(reference(), ("loss", "cross-entropy"), by=float("nan")))
+    assert [(one.name, one.rank) for one in result.differences] == [("cross-entropy", 1)]
+
+
 def test_a_part_on_no_rank_is_a_difference() -> None:
     (found,) = compared(reference(), ranks(reference())[:1]).differences[:1]
     assert found.kind == "gradient" and found.rank == -1

@@ -60,6 +60,15 @@ def test_as_many_random_layouts_as_were_asked_for(monkeypatch) -> None:
     assert len(report.outcomes) == len(list(systematic(SMALL, [1, 2]))) + 5
 
 
+def test_random_layouts_beyond_the_time_budget_are_counted_if_asked_for(monkeypatch) -> None:
+    systematically = len(list(systematic(SMALL, [1, 2])))
+    seconds = systematically + 2.0
+    report = verify(Fake(equal, monkeypatch), None, worlds=[1, 2], random=5, seconds=seconds)
+    assert report.not_reached == 3 and "for 3 of them" in (report.missing(None, [], random=5) or "")
+    report = verify(Fake(equal, monkeypatch), None, worlds=[1, 2], seconds=seconds)
+    assert report.not_reached == 0 and report.missing(None, []) is None
+
+
 def test_layouts_beyond_the_time_budget_are_counted(monkeypatch) -> None:
     report = verify(Fake(equal, monkeypatch), None, worlds=[1, 2, 4], seconds=10.0)
     assert len(report.outcomes) == 10
