@@ -83,6 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(given: argparse.Namespace) -> None:
     if not given.prompts:
         raise UserError("no prompt: give --prompt TEXT or --prompt-ids 1,2,3")
+    if given.no_cache and given.draft:
+        raise UserError("--draft: cannot be combined with --no-cache")
     opened = open_model(given)
     model = opened.model
     tokenizer = load_tokenizer(given.tokenizer) if given.tokenizer else opened.tokenizer
@@ -93,8 +95,6 @@ def _run(given: argparse.Namespace) -> None:
         )
     writings = [_begin(prompt, tokenizer, opened) for prompt in given.prompts]
     scores: NextScores
-    if given.no_cache and given.draft:
-        raise UserError("--draft: cannot be combined with --no-cache")
     if given.no_cache:
         scores = recomputed(lambda tokens: model(tokens.to(opened.device)), model.seq_len)
     elif given.draft:

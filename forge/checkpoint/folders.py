@@ -85,7 +85,10 @@ def set_aside(root: Path, step: int, why: str) -> str:
 
 
 def set_damaged_aside(root: Path) -> list[str]:
-    """Rename every `.damaged-step-n` to `.aside-step-n`, as `set_aside` does. Return the new names."""
+    """Rename every `.damaged-step-n` to `.aside-step-n`, or to `.aside-step-n.k` if the name is taken.
+
+    Return the new names.
+    """
     names = []
     for damaged in sorted(root.glob(".damaged-step-*")):
         target = _unused(root / damaged.name.replace(".damaged-", ".aside-", 1))

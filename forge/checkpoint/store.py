@@ -199,7 +199,8 @@ class Checkpoints:
     def set_aside_after(self, step: int) -> list[str]:
         """Rename every checkpoint after `step` (-1: all) to `.aside-step-n`. Return the new names. Collective.
 
-        -1 also renames damaged checkpoints: those of an earlier history must not stop a restart of the new one.
+        -1 also renames damaged checkpoints (`.damaged-step-n`). After them, `latest` would refuse a restart of the new
+        history before its first save.
         """
         self._join()
 
@@ -211,7 +212,11 @@ class Checkpoints:
                     why = "belongs to another history" if step < 0 else f"is later than step {step}"
                     message = "checkpoint %s %s: renamed to %s"
                     logger.warning(message, self.path(later), why, names[-1], extra=Cause.SET_ASIDE.mark)
-            return names + (folders.set_damaged_aside(self.folder) if step < 0 else [])
+            damaged = folders.set_damaged_aside(self.folder) if step < 0 else []
+            if damaged:
+                message = "damaged checkpoints in %s belong to another history: renamed to %s"
+                logger.warning(message, self.folder, ", ".join(damaged), extra=Cause.SET_ASIDE.mark)
+            return names + damaged
 
         return on_first_rank("setting checkpoints aside", rename, self._group)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from forge.config import Config, load_config
+from forge.parallel.build import build_meta_model
 from forge.runtime.errors import UserError
+from forge.tools.sweep import coordinates
 from forge.tools.sweep.coordinates import check_widths, growth, of_width
 
 SMALL = [
@@ -26,6 +28,16 @@ WIDTHS = (32, 64, 128, 256, 512)
 
 def recipe(*options: str) -> Config:
     return load_config(["--config", "debug", *SMALL, *options])
+
+
+def test_balancing_losses_are_scaled_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = []
+    monkeypatch.setattr(
+        coordinates, "build_meta_model", lambda config: models.append(build_meta_model(config)) or models[0]
+    )
+    coordinates.changes_of_activations(recipe(*MOE, "--model.moe.z_loss_coef=1e-3"), steps=1)
+    scales = [router.loss_scale.item() for router in models[0].routers.values()]
+    assert scales == [1 / (4 * 16)] * 2
 
 
 @pytest.mark.long
