@@ -124,6 +124,7 @@ class LocalTier:
         """Remove all states and their folder, at the end of the run. Collective. Return outcomes like `forget_after`."""
         outcomes = self.forget_after(-1)
         if self.nodes.leads:
+            folders.sweep(self.folder)
             for folder in (self.folder, self.folder.parent):
                 with suppress(OSError):
                     folder.rmdir()

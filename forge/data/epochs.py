@@ -33,9 +33,11 @@ def epochs(dataset: PackedDataset, sample: int) -> dict[str, float]:
 
 
 def _epochs_by_source(dataset: PackedDataset, sample: int) -> dict[str, float]:
-    drawn = dict(zip(dataset.order.sources, dataset.order.drawn(sample), strict=True))
+    order = dataset.order
+    drawn = dict(zip(order.sources, order.drawn(sample), strict=True))
+    # Samples that a roll-back has skipped are not read.
     return {
-        name: drawn[name] / dataset.windows[name]
+        name: order.count_between(name, 0, drawn[name]) / dataset.windows[name]
         for name, source in dataset.sources.items()
         if not isinstance(source, SyntheticSource)
     }

@@ -118,8 +118,9 @@ class Order:
         An index counts the samples in the source's own order, from 0.
         """
         stretch = stretch or self._stretches[bisect_right(self._starts, sample) - 1]
-        # The skipped range after a stretch has no sample of any source.
-        sample = min([sample, *(first for first, _ in self.gaps if first >= stretch.start)])
+        # The skipped range after a stretch has no sample of any source. It may have begun before the stretch.
+        ends = (max(first, stretch.start) for first, end in self.gaps if end > stretch.start)
+        sample = min([sample, *ends])
         taken = zip(self._padded(stretch.mixture.turns(sample)), stretch.turns, strict=True)
         return [
             nth_outside(drawn, now - then, skipped)

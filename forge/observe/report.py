@@ -114,14 +114,17 @@ class Reporter:
             cause = {"cause": kind} if isinstance(kind, Cause) else {}
             self._events.append(time=utc_now(), event=kind, **cause | fields)
 
-    def started(self, layout: dict[str, Any]) -> None:
-        """Report that the ranks are connected and will train with this layout."""
+    def started(self, layout: dict[str, Any], restarted: bool) -> None:
+        """Report that the ranks are connected and will train with this layout.
+
+        restarted: True if the launcher has restarted the ranks.
+        """
         world, about = self.world, environment(self.world.device)
         self.event(
             "started",
             world_size=world.size,
             launcher=world.launcher,
-            restarted=world.restarted,
+            restarted=restarted,
             layout=layout,
             environment=about,
         )

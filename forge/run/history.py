@@ -10,7 +10,7 @@ from forge.checkpoint import Checkpoints
 from forge.run.origin import write_origin
 from forge.run.restore import load_training_state, load_weights
 from forge.run.resume import Start
-from forge.run.rollback import find_rollback_point, sync_rollback_history
+from forge.run.rollback import find_rollback_point, merged_rollbacks, write_rollbacks
 from forge.runtime.causes import Cause
 from forge.runtime.errors import RollbackRequired
 from forge.train.state import Rollback
@@ -25,8 +25,8 @@ class History:
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints):
         self._trainer, self._checkpoints = trainer, checkpoints
 
-    def start(self, start: Start) -> None:
-        """Load the state of `start` into the trainer. Collective.
+    def load(self, start: Start) -> None:
+        """Load the state of `start` into the trainer, and open the data. Change no file. Collective.
 
         The state is a checkpoint, the weights of `checkpoint.init`, or nothing (initial weights).
         """
@@ -35,7 +35,25 @@ class History:
             load_weights(Path(init), trainer.model)
             trainer.renew_optimizer()  # the new optimizer's weight average starts from the loaded weights
             log.info("starting at step 0 with the weights of %s", init)
-        self._restart(start)
+        self._load(start)
+
+    def begin(self, start: Start) -> None:
+        """Set aside all checkpoints and metrics that do not belong to the history of `start`. Collective.
+
+        Call after `load`. If the run starts over, all old checkpoints and metrics are set aside.
+        """
+        trainer, reporter = self._trainer, self._trainer.reporter
+        # The order matters. If the run is killed in between, the next start either meets the same fault again or reads
+        # the record of the roll-back. A new history is recorded after the old one is set aside, and before the new
+        # history's first save.
+        names = self._checkpoints.set_aside_after(start.kept)
+        write_rollbacks(reporter.directory, trainer.progress)
+        rolled_back = len(trainer.progress.rollbacks)
+        metrics = trainer.metrics.restart_from(start.kept, rolled_back, aside=start.replaces)
+        if names or metrics:
+            aside = metrics and metrics.name
+            reporter.event(Cause.SET_ASIDE, checkpoints=names, metrics=aside, kept=start.kept)
+        write_origin(reporter.directory, start.origin)
 
     def roll_back(self, required: RollbackRequired) -> None:
         """Roll back to the newest good checkpoint before the first bad step. Collective.
@@ -58,31 +76,21 @@ class History:
         trainer.anomalies.discard_gradients()
         trainer.results.clear()
         trainer.batches.close()
-        self._restart(Start(point, kept=point.step), [rollback])
+        start = Start(point, kept=point.step)
+        self._load(start, [rollback])
+        self.begin(start)
         trainer.hooks.load_state(point.state.get("hooks", {}))
         trainer.hooks.call("after_rollback", point.step)
 
-    def _restart(self, start: Start, rollbacks: Sequence[Rollback] = ()) -> None:
-        """Load the checkpoint of `start`, set aside later checkpoints and metrics, and open the data. Collective.
-
-        rollbacks: new roll-backs to record. If the run starts over, all old checkpoints and metrics are set aside.
-        """
-        trainer, reporter = self._trainer, self._trainer.reporter
+    def _load(self, start: Start, rollbacks: Sequence[Rollback] = ()) -> None:
+        """Load the checkpoint of `start`, and open the data at its step. rollbacks: new roll-backs. Collective."""
+        trainer = self._trainer
         if start.point is not None:
             name = trainer.config.optimizer.name
             if not load_training_state(start.point, trainer.model, trainer.optimizer, name):
                 trainer.renew_optimizer()
             trainer.progress.load(start.point.state)
             trainer.count_steps()
-        # The order matters. If the run is killed in between, the next start either meets the same fault again or reads
-        # the record of the roll-back. A new history is recorded after the old one is set aside, and before the new
-        # history's first save.
-        names = self._checkpoints.set_aside_after(start.kept)
-        sync_rollback_history(reporter.directory, start, trainer.progress, rollbacks)
-        rolled_back = len(trainer.progress.rollbacks)
-        metrics = trainer.metrics.restart_from(start.kept, rolled_back, aside=start.replaces)
-        if names or metrics:
-            aside = metrics and metrics.name
-            reporter.event(Cause.SET_ASIDE, checkpoints=names, metrics=aside, kept=start.kept)
-        write_origin(reporter.directory, start.origin)
+        progress, directory = trainer.progress, trainer.reporter.directory
+        progress.pass_over(merged_rollbacks(directory, start, progress, rollbacks))
         trainer.open_data()

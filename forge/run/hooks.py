@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 from forge.checkpoint import Checkpoints
-from forge.checkpoint.local import LocalTier
 from forge.config import Config
 from forge.data.epochs import check_caps, epochs, log_epochs, log_left_out
 from forge.data.steps import mixtures_ahead
@@ -20,7 +19,7 @@ from forge.resilience.stragglers import Stragglers
 from forge.run.mirrored import MIRROR_AT_STOP_S, MirrorSaves
 from forge.run.nodes import Recovery
 from forge.run.save import Saves
-from forge.run.tiers import LocalSaves
+from forge.run.tiers import LocalSaves, Tiers
 from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError
 from forge.runtime.fault import fault_point
@@ -48,11 +47,12 @@ def make_hooks(
     trainer: Trainer,
     checkpoints: Checkpoints,
     loaded: list[tuple[str, type[Hook]]],
-    local: LocalTier | None = None,
+    tiers: Tiers,
 ) -> list[Hook]:
     """Return all enabled hooks of a run, in calling order. Collective.
 
-    local: the node-local states. Hooks that save come last, because a checkpoint follows all other output of its step.
+    Raises UserError if a hook refuses the run. Hooks that save come last, because a checkpoint follows all other output
+    of its step.
     """
     config, world, directory = trainer.config, trainer.reporter.world, trainer.reporter.directory
     saves = Saves(trainer, checkpoints)
@@ -84,8 +84,8 @@ def make_hooks(
         hook.name = path
         hooks.append(hook)
     hooks.append(saves)
-    if local is not None:
-        hooks.append(LocalSaves(trainer, saves, local))
+    if config.checkpoint.local_interval:
+        hooks.append(LocalSaves(trainer, saves, tiers))
     if config.checkpoint.mirror and world.rank == 0:
         hooks.append(MirrorSaves(trainer, checkpoints))
     return hooks
@@ -111,15 +111,16 @@ class DataStalls(Hook):
 
 
 class Epochs(Hook):
-    """Reports the number of epochs read from each data source, at the start and in the training lines of the metrics."""
+    """Reports the number of epochs read from each data source, at the start and in the training lines of the metrics.
+
+    Raises UserError if a source would exceed its max_epochs.
+    """
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
-
-    def before_run(self, step: int) -> None:
-        train, progress, phases = self._trainer.config.train, self._trainer.progress, self._trainer.phases
-        now = self._trainer.data.dataset.following(self._trainer.batches.order)
-        ranges = phases.ranges(train.steps - step, progress.tokens)
+        train, progress, phases = trainer.config.train, trainer.progress, trainer.phases
+        now = trainer.data.dataset.following(trainer.batches.order)
+        ranges = phases.ranges(train.steps - progress.step, progress.tokens)
         then, last = now, progress.next_sample
         for dataset, first, end in mixtures_ahead(now, ranges, last):
             log_left_out(dataset, first, end)

@@ -42,7 +42,7 @@ from forge.run.out_of_memory import explaining_exhaustion
 from forge.run.tiers import Tiers
 from forge.runtime import compat
 from forge.runtime.causes import Cause
-from forge.runtime.distributed import cause_of, on_every_rank, on_first_rank
+from forge.runtime.distributed import cause_of, gather_from_ranks, on_every_rank, on_first_rank
 from forge.runtime.errors import FAILED, FINISHED, STOPPED, UserError
 from forge.runtime.fault import fault_point
 from forge.runtime.files import replace_atomically
@@ -183,14 +183,20 @@ def _train(
     Return None when all steps are done, else the reason for an early stop.
     """
     world, directory = reporter.world, reporter.directory
+
+    def is_stopping() -> bool:
+        return signals.reason is not None
+
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    # torchrun's agents count restarts separately, and the agent of a new node starts at 0.
+    restarted = any(gather_from_ranks("sharing restarts", lambda: world.restarted))
     earlier = Earlier()
     if world.rank == 0:
-        earlier = read_earlier(directory, reporter.before, world.restarted)
+        earlier = read_earlier(directory, reporter.before, restarted)
     reporter.running()
-    reporter.started(vars(degrees))
+    reporter.started(vars(degrees), restarted)
     report_nodes(reporter)
     fault_point("set-up", 0)
 
@@ -207,19 +213,30 @@ def _train(
     if point is not None:
         for change in check_data(point.path, point.state["inputs"], data.fingerprints, config):
             reporter.event(Cause.CHANGED_DATA, change=change)
-        if point.step >= config.train.steps:
-            reporter.running(point.step)
+        # A node-local state of the last step is still to be saved as a checkpoint, by `Saves`.
+        if point.step >= config.train.steps and point.fetch is None:
             done = f"step {point.step} of {config.train.steps}"
             key = "train.tokens" if config.train.tokens else "train.steps"
+            if start.origin is not None:
+                raise UserError(
+                    f"checkpoint.resume = {config.checkpoint.resume!r}: nothing is left to train, because the checkpoint "
+                    f"has made {done}; raise {key}"
+                )
+            reporter.running(point.step)
             log.info("%s is finished: %s. Raise %s to continue.", config.run.name, done, key)
             tiers.follow(start)
-            finish_mirror(config, checkpoints, point.step, reporter)
+            finish_mirror(config, checkpoints, point.step, reporter, is_stopping)
             return None
 
     trainer = Trainer(config, degrees, data, reporter, signals)
-    tiers.follow(start)  # after the checks above, because a refused start must keep node-local states
     history = History(trainer, checkpoints)
-    history.start(start)
+    history.load(start)
+    all_hooks = make_hooks(trainer, checkpoints, hooks, tiers)
+    if point is not None:
+        Hooks(all_hooks).load_state(point.state.get("hooks", {}))
+    # Only now, because a refused start must change no file of the run.
+    tiers.follow(start)
+    history.begin(start)
     on_first_rank(
         "writing config.toml", lambda: replace_atomically(directory.config, to_toml(config).encode())
     )
@@ -227,17 +244,15 @@ def _train(
         log.info("resumed from %s at step %d", point.path, point.step)
     step, path = (point.step, point.path) if point else (0, None)
     reporter.begun(step, path, of=config.train.steps, new=start.origin is not None)
-    all_hooks = make_hooks(trainer, checkpoints, hooks, tiers.local)
-    if point is not None:
-        Hooks(all_hooks).load_state(point.state.get("hooks", {}))
     signals.defer()
     stopped = trainer.train(all_hooks, history.roll_back)
     if kept.mirror and stopped is None:
         mirrors = [hook.mirror for hook in all_hooks if isinstance(hook, MirrorSaves)]
         bound_s = config.resilience.save_timeout_s
-        wait_for_mirror(mirrors, reporter, bound_s, lambda: signals.reason is not None)
-    elif kept.mirror:
-        # The first rank may still have copied. Its launcher would kill it soon after the end of another rank.
+        wait_for_mirror(mirrors, reporter, bound_s, is_stopping)
+    else:
+        # The hooks of the first rank may still wait for the mirror or a tracker. Its launcher would kill it soon after
+        # the end of another rank.
         on_first_rank("ending the run", lambda: None)
     reporter.step = trainer.progress.step
     return stopped

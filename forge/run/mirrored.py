@@ -9,7 +9,6 @@ from pathlib import Path
 
 from forge.checkpoint import Checkpoints, folders
 from forge.checkpoint.folders import remove_links, steps
-from forge.checkpoint.manifest import MANIFEST
 from forge.checkpoint.mirror import Mirror, copied_steps, restore
 from forge.config import Config
 from forge.hook import Hook
@@ -18,7 +17,7 @@ from forge.observe.run_directory import RunDirectory
 from forge.run.origin import Earlier, new_history_because
 from forge.run.rollback import is_abandoned, read_rollbacks
 from forge.runtime.causes import Cause
-from forge.runtime.distributed import on_first_rank
+from forge.runtime.distributed import gather_from_ranks, on_first_rank
 from forge.runtime.errors import NO_CHECKPOINT, UserError
 from forge.runtime.files import is_url
 from forge.runtime.remote import filesystem_of, join
@@ -98,17 +97,19 @@ def restore_newer(config: Config, checkpoints: Checkpoints, directory: RunDirect
     return bool(config.checkpoint.mirror) and on_first_rank("restoring the mirror", bring)
 
 
-def finish_mirror(config: Config, checkpoints: Checkpoints, step: int, reporter: Reporter) -> None:
+def finish_mirror(
+    config: Config, checkpoints: Checkpoints, step: int, reporter: Reporter, is_stopping: Callable[[], bool]
+) -> None:
     """Copy the last checkpoint of a finished run to the mirror if its copy is missing. Collective."""
     mirror: list[Mirror] = []
 
     def copy() -> None:
         mirror.append(_mirror(config, checkpoints))
-        _copy_if_missing(mirror[0], checkpoints, step)
+        _copy_newest(mirror[0], checkpoints, step)
 
     if config.checkpoint.mirror:
         on_first_rank("copying to the mirror", copy)
-        wait_for_mirror(mirror, reporter, config.resilience.setup_timeout_s)
+        wait_for_mirror(mirror, reporter, config.resilience.setup_timeout_s, is_stopping)
 
 
 def wait_for_mirror(
@@ -121,21 +122,23 @@ def wait_for_mirror(
 
     Give up shortly before the watchdog would, and after a request to stop; the next start then makes the copy. mirrors: the
     mirror on the first rank, empty on the others. bound_s: the watchdog's limit of the phase; 0: none. On every rank, it
-    counts from the last copied file.
+    counts from the last copied file. is_stopping: whether this rank has a request to stop.
     """
     mirror, copied, since = next(iter(mirrors), None), -1, time.monotonic()
+    stops = False
 
     def look() -> tuple[bool, int]:
         assert mirror is not None
         complete = mirror.wait(LOOK_S)
         late = bound_s and time.monotonic() - since > 0.8 * bound_s
-        if not complete and (late or is_stopping()):
+        if not complete and (late or stops):
             mirror.close(0 if late else MIRROR_AT_STOP_S)
             complete = True
         return complete, mirror.files
 
     complete = False
     while not complete:
+        stops = any(gather_from_ranks("sharing requests to stop", is_stopping))
         complete, files = on_first_rank("copying to the mirror", look)
         if files > copied:
             copied, since = files, time.monotonic()
@@ -147,10 +150,11 @@ def _mirror(config: Config, checkpoints: Checkpoints) -> Mirror:
     return Mirror(mirror_url(config), checkpoints.folder, kept.keep_last, kept.keep_every)
 
 
-def _copy_if_missing(mirror: Mirror, checkpoints: Checkpoints, step: int) -> None:
-    """Copy the run's checkpoint of `step`, if there is one. A run killed after a save may have left it uncopied."""
-    if (checkpoints.folder / folders.step_name(step) / MANIFEST).is_file():
-        mirror.copy(step, if_missing=True)
+def _copy_newest(mirror: Mirror, checkpoints: Checkpoints, step: int) -> None:
+    """Copy the run's newest checkpoint up to `step`, if any, unless it has a copy. A killed run may have left none."""
+    saved = [one for one in steps(checkpoints.folder) if one <= step]
+    if saved:
+        mirror.copy(max(saved), if_missing=True)
 
 
 class MirrorSaves(Hook):
@@ -161,14 +165,17 @@ class MirrorSaves(Hook):
         self.mirror = _mirror(trainer.config, checkpoints)
 
     def before_run(self, step: int) -> None:
-        self.mirror.forget_after(step)
-        _copy_if_missing(self.mirror, self._checkpoints, step)
+        self._return_to(step)
 
     def after_save(self, step: int) -> None:
         self.mirror.copy(step)
 
     def after_rollback(self, step: int) -> None:
+        self._return_to(step)
+
+    def _return_to(self, step: int) -> None:
         self.mirror.forget_after(step)
+        _copy_newest(self.mirror, self._checkpoints, step)
 
     def after_run(self) -> None:
         # A stopped run must end before its time limit. A finished run waits (`wait_for_mirror`).

@@ -85,13 +85,12 @@ def find_rollback_point(
     )
 
 
-def sync_rollback_history(
+def merged_rollbacks(
     directory: RunDirectory, start: Start, progress: Progress, new: Sequence[Rollback] = ()
-) -> None:
-    """Merge the roll-backs in `progress` (loaded from `start`) with those in `rollbacks.json`. Collective.
+) -> list[Rollback]:
+    """Return the roll-backs in `rollbacks.json` and in `progress` (loaded from `start`), then the `new` ones. Collective.
 
-    Afterwards `progress` and the file contain the union, followed by the `new` roll-backs. Entries of the file that are
-    from another history, or from the abandoned part of this history, are dropped.
+    Leave out entries of the file that are from another history, or from the abandoned part of this history.
     """
     # A start that replaces a history continues it up to the step `kept`; -1: not at all.
     last = start.kept if start.replaces or start.kept < 0 else math.inf
@@ -100,12 +99,20 @@ def sync_rollback_history(
         found = read_rollbacks(directory)
         written = [one for one in (Rollback(**one) for one in found) if one.from_step <= last]
         # A new roll-back may equal an earlier one if the same fault has recurred; both count.
-        known = [*written, *(one for one in progress.rollbacks if one not in written), *new]
-        if [asdict(one) for one in known] != found:
-            _write(directory, known)
-        return known
+        return [*written, *(one for one in progress.rollbacks if one not in written), *new]
 
-    progress.pass_over(on_first_rank("reading and writing rollbacks.json", merge))
+    return on_first_rank("reading rollbacks.json", merge)
+
+
+def write_rollbacks(directory: RunDirectory, progress: Progress) -> None:
+    """Write the roll-backs in `progress` to `rollbacks.json`, unless the file has them. Collective."""
+    known = [asdict(one) for one in progress.rollbacks]
+
+    def write() -> None:
+        if known != read_rollbacks(directory):
+            replace_atomically(directory.rollbacks, json.dumps(known, indent=1).encode())
+
+    on_first_rank("writing rollbacks.json", write)
 
 
 def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
@@ -143,8 +150,3 @@ def _origin(directory: RunDirectory) -> Origin | None:
     except UserError as error:
         log.warning("%s", error, extra=Cause.LINES_LOST.mark)
         return None
-
-
-def _write(directory: RunDirectory, rollbacks: list[Rollback]) -> None:
-    content = json.dumps([asdict(one) for one in rollbacks], indent=1)
-    replace_atomically(directory.rollbacks, content.encode())

@@ -34,6 +34,11 @@ class Saves(Hook):
         self.slowest_s = 0.0
         """Duration in seconds of the slowest save so far on this rank, until the checkpoint was on disk."""
 
+    def before_run(self, step: int) -> None:
+        """Save a run that starts from a node-local state of its last step, because no step follows. Collective."""
+        if step >= self._trainer.config.train.steps:
+            self.save_step(step, last=True)
+
     def before_gradients(self, step: int) -> None:
         """Request a save when `interval_minutes` have passed on the first rank's clock.
 

@@ -201,9 +201,17 @@ class Tiers:
 class LocalSaves(Hook):
     """Saves a node-local state every `checkpoint.local_interval` steps. Called after `Saves`. All methods are collective."""
 
-    def __init__(self, trainer: Trainer, saves: Saves, local: LocalTier):
-        self._trainer, self._saves, self._local = trainer, saves, local
+    def __init__(self, trainer: Trainer, saves: Saves, tiers: Tiers):
+        self._trainer, self._saves, self._tiers = trainer, saves, tiers
         self._interval = trainer.config.checkpoint.local_interval
+
+    @property
+    def _local(self) -> LocalTier:
+        assert self._tiers.local is not None  # opened by `Tiers.follow`
+        return self._tiers.local
+
+    def before_run(self, step: int) -> None:
+        self._remove_at_end(step)
 
     def after_step(self, step: int) -> None:
         trainer = self._trainer
@@ -215,12 +223,15 @@ class LocalSaves(Hook):
             if trainer.finished:
                 # The result of this step asked for a stop, and `Saves` was called before the result was read.
                 self._saves.save_step(step, last=True)
-        if step >= trainer.config.train.steps:
-            self._report(self._local.end())  # `Saves` has just completed the last checkpoint
+        self._remove_at_end(step)
         self._report(self._local.poll())
 
     def after_rollback(self, step: int) -> None:
         self._report(self._local.forget_after(step))
+
+    def _remove_at_end(self, step: int) -> None:
+        if step >= self._trainer.config.train.steps:
+            self._report(self._local.end())  # `Saves` has just completed the last checkpoint
 
     def _report(self, outcomes: list[SaveOutcome]) -> None:
         cause, message = Cause.LOCAL_SAVE_FAILED, "the node-local state of step %d was not saved: %s"

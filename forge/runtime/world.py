@@ -59,8 +59,8 @@ class World:
 
     @property
     def restarted(self) -> bool:
-        """Return whether this is a restart: torchrun restarted the ranks, or Slurm requeued the job."""
-        counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+        """Return whether this is a restart: an agent restarted this rank, or Slurm requeued the job."""
+        counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "FORGE_ROUND")
         return any(os.environ.get(name, "0") != "0" for name in counts)
 
 

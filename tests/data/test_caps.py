@@ -1,5 +1,6 @@
 import logging
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,8 +8,8 @@ import pytest
 from forge.config import Phases, load_config
 from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
-from forge.data.epochs import check_caps, log_left_out
-from forge.data.order import Order
+from forge.data.epochs import check_caps, epochs, log_left_out
+from forge.data.order import Order, SkippedRange
 from forge.data.steps import mixtures_ahead
 from forge.runtime.errors import UserError
 from forge.tools.prepare.inspect import mixture_of_steps
@@ -58,6 +59,29 @@ def test_a_raised_cap_continues_a_source_at_its_old_position() -> None:
     seen = [(epoch, window) for name, epoch, window in found if name == "a"]
     assert len(seen) == len(set(seen)) == 80
     assert not [name for name, _, _ in found[80:300] if name == "a"]
+
+
+def test_a_source_is_capped_inside_a_skipped_range() -> None:
+    """A roll-back skips the planned end of source a. Later samples of b are not skipped with it."""
+    dataset = data({"a": 1, "b": 1}, SIZES, {"a": 1})
+    [_, second] = dataset.order.segments
+    span = SkippedRange(second.start - 4, second.start + 4, {})
+    span = replace(span, drawn=dataset.order.between(span.first_sample, span.end_sample))
+    order = dataset.order.passing_over([span])
+    left = [i for i in range(200) if not span.first_sample <= i < span.end_sample]
+    assert [order.locate(i) for i in left] == [dataset.order.locate(i) for i in left]
+
+
+def test_skipped_samples_count_as_unread_epochs() -> None:
+    dataset = data({"a": 1}, SIZES, {})
+    dataset.most_epochs = {"a": 1.0}
+    check_caps(dataset, 40)
+    order = dataset.order.passing_over([SkippedRange(8, 16, dataset.order.between(8, 16))])
+    dataset = dataset.following(order)
+    assert epochs(dataset, 40) == {"a": 32 / 40}
+    check_caps(dataset, 48)
+    with pytest.raises(UserError, match="more than its max_epochs"):
+        check_caps(dataset, 49)
 
 
 def test_the_start_reports_when_sources_end_and_refuses_a_run_without_any(caplog) -> None:

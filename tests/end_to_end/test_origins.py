@@ -101,12 +101,39 @@ def test_r6_resume_none_begins_again_after_the_end_or_with_other_settings(tmp_pa
     assert len(asides) == 5 and visible(run) == [step_name(2), step_name(4), step_name(6)]
 
 
-def test_a_launchers_restart_does_not_begin_a_finished_run_again(tmp_path) -> None:
-    """E.g. when another rank fails after rank 0 has reported the end."""
+@pytest.mark.parametrize("variable", ["SLURM_RESTART_COUNT", "FORGE_ROUND"])
+def test_a_launchers_restart_does_not_begin_a_finished_run_again(tmp_path, variable: str) -> None:
+    """E.g. when another rank fails after rank 0 has reported the end, or when a node joins an elastic run at its end."""
     run = Run(tmp_path, "--checkpoint.resume=none", "--train.steps=2")
     assert run() == 0
-    assert run.start(patch="tests.end_to_end.test_origins:requeued").join() == [0]
+    # The restarted rank may not be the first rank.
+    patch = f"tests.end_to_end.test_origins:last_rank_has_{variable.lower()}"
+    assert run.start("--parallel.dp_replicate=2", patch=patch, world=2).join() == [0, 0]
     assert len(run.events("fresh")) == 1 and run.status()["state"] == "finished"
+    assert [event["restarted"] for event in run.events("started")] == [False, True]
+
+
+def test_another_runs_last_checkpoint_leaves_nothing_to_train(tmp_path, source: Run) -> None:
+    run = Run(tmp_path)
+    assert run("--train.steps=4", SLOW) == 0
+    before = run.status(), run.checkpoints(), run.metrics()
+    output = refused(run, f"--checkpoint.resume={checkpoint(source, 6)}", "--train.steps=6")
+    assert (
+        "nothing is left to train, because the checkpoint has made step 6 of 6; raise train.steps" in output
+    )
+    assert (run.status()["step"], run.checkpoints(), run.metrics()) == (before[0]["step"], *before[1:])
+
+
+def test_a_refused_start_sets_no_history_aside(tmp_path) -> None:
+    """A hook refuses the run after the model has been built."""
+    run = Run(tmp_path)
+    assert run("--train.steps=4") == 0
+    before = run.checkpoints(), run.metrics()
+    again = ["--checkpoint.resume=none", "--train.steps=6"]
+    output = refused(run, *again, '--train.hooks=["tests.support.node_hooks:Refusing"]')
+    assert "not today" in output
+    assert (run.checkpoints(), run.metrics()) == before and not run.events("set_aside")
+    assert run("--train.steps=4") == 0 and "is finished" in run.log()
 
 
 def test_weights_of_a_different_model_are_refused_before_anything_is_built(tmp_path, source: Run) -> None:
@@ -116,8 +143,14 @@ def test_weights_of_a_different_model_are_refused_before_anything_is_built(tmp_p
     )
 
 
-def requeued() -> None:
-    os.environ["SLURM_RESTART_COUNT"] = "1"
+def last_rank_has_slurm_restart_count() -> None:
+    if os.environ["RANK"] == "1":
+        os.environ["SLURM_RESTART_COUNT"] = "1"
+
+
+def last_rank_has_forge_round() -> None:
+    if os.environ["RANK"] == "1":
+        os.environ["FORGE_ROUND"] = "1"
 
 
 def test_r6_a_rollback_without_an_own_checkpoint_returns_to_the_origin(tmp_path, source: Run) -> None:

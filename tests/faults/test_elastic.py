@@ -172,6 +172,8 @@ def test_e2_a_joining_node_costs_no_step(tmp_path) -> None:
         wait_for_start(nodes, 1)
         assert set(nodes.finish().values()) == {0}
     assert [event["world_size"] for event in nodes.run.events("started")] == [1, 2]
+    # PyTorch's agents count no restart here.
+    assert [event["restarted"] for event in nodes.run.events("started")] == [False, True]
     assert nodes.run.events("recovered")[0]["steps_lost"] == 0
 
 

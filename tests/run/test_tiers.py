@@ -118,6 +118,20 @@ def test_a_stop_requested_in_a_step_with_a_local_save_saves_a_checkpoint(tmp_pat
     assert steps(run.path / "checkpoints")[-1] >= 4
 
 
+def test_a_state_of_the_last_step_becomes_a_checkpoint(tmp_path) -> None:
+    """The user lowers train.steps after a kill."""
+    run, place, option = kept(tmp_path, "--checkpoint.mode=sync")
+    killed(run, option)
+    [history] = (place / name_of(run)).iterdir()
+    newest = steps(history)[-1]
+    assert newest not in steps(run.path / "checkpoints")
+    assert run(option, f"--train.steps={newest}") == 0
+    assert steps(run.path / "checkpoints")[-1] == newest and entries(place) == [MARKER]
+    assert run.status()["state"] == "finished" and run.status()["step"] == newest
+    assert run(option, f"--train.steps={newest + 2}") == 0
+    assert run.events("resumed")[-1]["step"] == newest
+
+
 def name_of(run: Run) -> str:
     return f"run-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:8]}"
 

@@ -1,4 +1,4 @@
-"""Hooks for runs with joining and leaving nodes."""
+"""Hooks for runs with joining and leaving nodes, and a hook that refuses a run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.hook import Hook
+from forge.runtime.errors import UserError
 
 GATE_STEP = 100
 
@@ -32,3 +33,10 @@ class Gate(Hook):
     def before_step(self, step: int) -> None:
         while step == GATE_STEP and self._signals.reason is None and not self._gate.exists():
             time.sleep(0.05)
+
+
+class Refusing(Hook):
+    """Refuse the run, after model, optimizer and state are ready."""
+
+    def __init__(self, trainer: Any):
+        raise UserError("not today")

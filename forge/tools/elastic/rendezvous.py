@@ -5,6 +5,7 @@ A member is an agent that takes part in the current round.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -85,7 +86,10 @@ class Rendezvous(DynamicRendezvousHandler):
         while True:
             self._seen = {}
             info = super().next_rendezvous()
-            if self._state_holder.state.round == 0 or self._is_free(deadline):
+            number = self._state_holder.state.round
+            if number == 0 or self._is_free(deadline):
+                # For the ranks of this round: PyTorch counts no change of nodes as a restart.
+                os.environ["FORGE_ROUND"] = str(number)
                 return info
 
     def num_nodes_waiting(self) -> int:
