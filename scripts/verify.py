@@ -59,6 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("the following arguments are required: --config, or --module and --parallelize")
     if given.in_place:
         return _in_place(given, overrides)
+    if given.bound is not None and given.against is None:
+        parser.error("--bound: only with --against or --in-place")
     if given.digests is not None:
         return exit_code_of(lambda: _write_digests(given, overrides), "interrupted")
     reports: list[Report] = []
@@ -95,12 +97,18 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
     cases = None if given.layouts is None else parse_layouts(given.layouts)
     config = load_config(["--config", given.config, *overrides])
     small, notes = shrink(config)
+    settings = _settings(given, small)
+    if settings.steps < 2 and given.against is None:
+        raise UserError(f"--steps {settings.steps}: needs 2 or more, one before and one after the checkpoint")
+    if settings.steps < steps_through(small):
+        notes.append(
+            f"--steps {settings.steps} ends before the last phase, which needs {steps_through(small)}"
+        )
     load_hooks(small)  # raises UserError for a path without a hook
     for world in given.world_sizes or ():
         require_any(small, world)
     if not given.json:
         print(heading(given.config, small, notes), flush=True)
-    settings = _settings(given, small)
     progress = ProgressPrinter(quiet=given.json)
     rounded = shrink(config, exact=False)[0] if given.precision else None
     if given.against is not None:
@@ -171,8 +179,14 @@ def _write_digests(given: argparse.Namespace, overrides: list[str]) -> None:
         raise UserError(
             "--digests: needs --world-sizes N, the number of processes of the run that will read the file"
         )
+    if given.layouts is not None or given.against is not None or given.precision or given.random is not None:
+        raise UserError("--digests: cannot be combined with --layouts, --against, --precision or --random")
     config = load_config(["--config", given.config, *overrides])
-    small = write_digests(config, _settings(given, shrink(config)[0]), given.world_sizes[0], given.digests)
+    settings = _settings(given, shrink(config)[0])
+    try:
+        small = write_digests(config, settings, given.world_sizes[0], given.digests)
+    except RankFailed as error:
+        raise _failing("the run in one process", error) from None
     print(f"{heading(given.config, small, shrink(config)[1])}\n{given.digests}: written", flush=True)
 
 
@@ -189,8 +203,7 @@ def _layouts(
     try:
         verifier = Verifier(small, settings, rounded=rounded)
     except RankFailed as error:
-        print(str(error).rstrip(), file=sys.stderr)
-        raise UserError(f"the reference in one process fails: {last_line(str(error))}") from None
+        raise _failing("the reference in one process", error) from None
     try:
         return verify(
             verifier,
@@ -216,8 +229,13 @@ def _against(
     try:
         return verify_against(small, cases, settings, given.against, given.bound or 0.0, progress.end)
     except RankFailed as error:
-        print(str(error).rstrip(), file=sys.stderr)
-        raise UserError(f"this checkout fails: {last_line(str(error))}") from None
+        raise _failing("this checkout", error) from None
+
+
+def _failing(name: str, error: RankFailed) -> UserError:
+    """Print the traceback of a rank, and return an error with its last line."""
+    print(str(error).rstrip(), file=sys.stderr)
+    return UserError(f"{name} fails: {last_line(str(error))}")
 
 
 class ProgressPrinter:

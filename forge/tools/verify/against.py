@@ -119,7 +119,7 @@ def compare_records(
         for number, (now, then) in enumerate(zip(mine.steps, theirs.steps, strict=True)):
             before = dict(_tensors(then))
             order = list(dict.fromkeys([*order, *(one.name for one in now.seen if one.output)]))
-            for (key, _), piece, other in _paired(dict(_tensors(now)), before):
+            for (key, _), piece, other in _paired(dict(_tensors(now)), before, result.unplaced):
                 expected = other.values
                 size = expected.abs().max().item() if expected.numel() else 0.0
                 equal = Difference(number, *key, rank, (), 0.0, 0.0, 0.0)
@@ -147,11 +147,14 @@ def _tensors(step: RankStep) -> Iterator[tuple[tuple[TensorKey, int], TensorPiec
 
 
 def _paired(
-    now: dict[tuple[TensorKey, int], TensorPiece], then: dict[tuple[TensorKey, int], TensorPiece]
+    now: dict[tuple[TensorKey, int], TensorPiece],
+    then: dict[tuple[TensorKey, int], TensorPiece],
+    unpaired: set[str],
 ) -> Iterator[tuple[tuple[TensorKey, int], TensorPiece, TensorPiece]]:
     """Yield (key, piece of `now`, piece of `then`) for each tensor with equal shapes in both recordings.
 
-    Raises UserError if one recording lacks an initial value, gradient or parameter of the other, or has it in another shape.
+    Add the names of all other tensors to `unpaired`. Raises UserError if one recording lacks an initial value, gradient or
+    parameter of the other, or has it in another shape.
     """
     for place in {**then, **now}:
         (kind, name), _ = place
@@ -163,3 +166,5 @@ def _paired(
             raise UserError(
                 f"--against: the {kind} {name} has shape {shapes[0]} in that checkout, but {shapes[1]} in this one"
             )
+        else:
+            unpaired.add(f"{kind} {name}")

@@ -63,8 +63,8 @@ class Comparison:
     counted: (step, tensor) -> number of its elements on all ranks; copies of an element count once.
     index_sums: (step, tensor) -> sum of the flat indices of the counted elements. If one element is missing and another is
     counted twice, the count is right but this sum is wrong.
-    unplaced: names of tensors excluded from the comparison: activations whose place in the global tensor is unknown, and
-    hooks' curves that differ between runs.
+    unplaced: names of tensors excluded from the comparison: activations whose place in the global tensor is unknown, hooks'
+    curves that differ between runs, and tensors that only one of two checkouts has.
     """
 
     differences: list[Difference] = field(default_factory=list)

@@ -57,8 +57,8 @@ def summary(report: Report) -> str:
     unplaced = sorted({_general(name) for one in report.outcomes for name in one.unplaced})
     if unplaced:
         lines.append(
-            "not compared, because shapes do not determine a rank's part, or the values differ between two runs of one "
-            "process: " + ", ".join(unplaced)
+            "not compared, because shapes do not determine a rank's part, the values differ between two runs of one "
+            "process, or only one checkout has the tensor: " + ", ".join(unplaced)
         )
     worst, smallest = report.worst, report.smallest
     if worst is not None and smallest is not None:

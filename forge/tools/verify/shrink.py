@@ -8,7 +8,8 @@ phase becomes one step, or two steps with a ramp. Data are synthetic, because th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from fractions import Fraction
 from math import ceil, gcd, lcm, sqrt
 from typing import Any
@@ -16,47 +17,22 @@ from typing import Any
 from forge.config import Config, Degrees, Phases, check_world, to_toml
 from forge.config.explain import Values
 from forge.config.float8 import BLOCKS
-from forge.config.keys import read_toml, to_literal
+from forge.config.keys import read_toml
 from forge.config.load import examine
 from forge.config.model import ModelConfig, MoEConfig
 from forge.config.pipeline import ONE_PER_RANK
 from forge.config.problem import raise_all
 from forge.config.section import Section
 from forge.runtime.errors import UserError
+from forge.tools.verify.notes import DEGREES, PATTERNS, leaves, notes_on_changes
 
 LAYERS, SEQ_LEN, BATCH = 4, 64, 8
 # Suffixes of the keys of widths.
 WIDTHS = ("dim", "rank", "size")
-DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-
-
-# Sections and keys whose changes need no note (`_notes`): sizes, data, formats and layout. The report's heading shows them.
-TOLD = ("model", "train", "data", "evaluate", "phase", *(f"parallel.{axis}" for axis in DEGREES))
-TOLD += (
-    "optimizer.mup",
-    "parallel.bucket_size",
-    "precision.storage",
-    "precision.compute",
-    "precision.reduce",
-)
-# Key -> reason for its change, for `_notes`. The keys that neither TOLD nor REASONS lists get a note without a reason.
-REASONS = {
-    "activation_checkpoint.mode": "memory_budget needs the compiler",
-    "compile.enabled": "nothing is compiled",
-    "compile.loss": "nothing is compiled",
-    "compile.optimizer": "nothing is compiled",
-    "model.moe.capacity_factor": "the layout decides which tokens are dropped",
-    "model.moe.router_noise": "its noise depends on the layout",
-    "parallel.async_tp": "it needs CUDA",
-    "parallel.ep_node_size": "small worlds have no nodes; layouts set it",
-    "parallel.reshard_after_forward": "small worlds do not have that many ranks",
-    "parallel.symmetric_memory": "it needs CUDA",
-    "pipeline.layers_per_stage": "the small model has other layers",
-    "pipeline.module_names": "the small model has other layers",
-    "pipeline.schedule": "the CSV file is for one number of stages",
-    "precision.float8": "its scales depend on the layout",
-    "precision.float8_dispatch": "except in float64, the order of sums changes the float8 codes",
-}
+# The largest threshold of QK-clip. The small model's logits are above it.
+QK_CLIP = 0.03
+# The number of a layer in a pattern of names.
+_LAYER = re.compile(r"(?<![\w.])layers\.(\d+)")
 
 
 def changed(config: Config, keys: Mapping[str, Any]) -> Config:
@@ -97,8 +73,8 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
     except UserError:
         # Sizes of subsections may depend on each other. If the scaled sizes are invalid, keep the original ones.
         small = changed(config, keys)
-    small = changed(small, _bases(config, small))
-    return small, list(_notes(config, small))
+    small = changed(small, _bases(config, small) | _patterns(config.model, small))
+    return small, list(notes_on_changes(config, small))
 
 
 def _bases(config: Config, small: Config) -> dict[str, Any]:
@@ -116,24 +92,33 @@ def _bases(config: Config, small: Config) -> dict[str, Any]:
     return {f"optimizer.mup.{key}": max(1, round(base * ratios[key])) for key, base in bases.items() if base}
 
 
-def _notes(config: Config, small: Config) -> Iterator[str]:
-    """Yield a note for each changed key, and for phases. Keys that TOLD lists and REASONS does not list are left out."""
-    before, after = (dict(_leaves(one.model_dump(mode="json"))) for one in (config, small))
-    for key, value in before.items():
-        told = key not in REASONS and any(f"{key}.".startswith(f"{one}.") for one in TOLD)
-        if value != after[key] and not told:
-            reason = f": {REASONS[key]}" if key in REASONS else ""
-            yield f"{key} is {to_literal(after[key])}, not {to_literal(value)}{reason}"
-    if config.phase:
-        yield "each phase has one step (two with a ramp), and the mixture has one source"
+def _patterns(model: ModelConfig, small: Config) -> dict[str, Any]:
+    """Return the patterns of names in `small`, with the numbers of layers of `model` changed to numbers of layers of `small`.
 
+    A layer becomes the layer at the same place among all layers of its kind.
+    """
 
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
+    def like(found: re.Match[str]) -> str:
+        layer = int(found[1])
+        kind = model.has_experts(layer), model.kind_of(layer)
+        alike = [
+            one
+            for one in range(small.model.n_layers)
+            if (small.model.has_experts(one), small.model.kind_of(one)) == kind
+        ]
+        place = layer * len(alike) // model.n_layers
+        return f"layers.{alike[place]}" if place < len(alike) else found[0]
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [renamed(one) for one in value]
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+            return {renamed(key): renamed(one) for key, one in value.items()}
+        return _LAYER.sub(like, value) if isinstance(value, str) else value
+
+    tree = small.model_dump(mode="json", exclude_none=True)
+    values = {key: tree[key.split(".")[0]][key.split(".")[1]] for key in PATTERNS}
+    return {key: new for key, value in values.items() if (new := renamed(value)) != value}
 
 
 def steps_through(small: Config) -> int:
@@ -192,7 +177,7 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
             "model.linear_attention.n_value_heads": key_heads * (linear.n_value_heads // linear.n_key_heads),
         }
     if block := BLOCKS.get(small.precision.float8):
-        current = {f"model.{key}": value for key, value in _leaves(model.model_dump(mode="json"))}
+        current = {f"model.{key}": value for key, value in leaves(model.model_dump(mode="json"))}
         keys |= _whole_blocks(model, current | keys, block * d.tp)
     result = changed(small, keys)
     check_world(result, d.world)
@@ -309,7 +294,9 @@ def _experts(model: ModelConfig, moe: MoEConfig, dim: int) -> dict[str, Any]:
 
 
 def _training(config: Config) -> dict[str, Any]:
+    muon = config.optimizer.muon
     return {
+        "optimizer.muon.qk_clip": min(muon.qk_clip, QK_CLIP),
         "train.seq_len": SEQ_LEN,
         "train.global_batch_size": BATCH,
         "train.micro_batch_size": 2,

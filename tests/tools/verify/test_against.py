@@ -7,10 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from forge.runtime.errors import UserError
 from forge.tools.verify import ranks
-from forge.tools.verify.against import require_checkout
+from forge.tools.verify.against import compare_records, require_checkout
+from forge.tools.verify.pieces import TensorKey, whole
+from forge.tools.verify.record import RankRecord, RankStep
 from scripts.verify import main
 from tests.support.pages import REPOSITORY
 
@@ -64,6 +67,17 @@ def test_hanging_ranks_of_the_other_checkout_are_killed(
     )
     ended = [Path(f"/proc/{pid}") for pid in pids.read_text().split()]
     assert len(ended) == 2 and not any(path.exists() for path in ended)
+
+
+def test_a_tensor_of_one_checkout_is_named_unless_it_must_exist() -> None:
+    def recorded(*keys: TensorKey) -> list[RankRecord]:
+        return [RankRecord([RankStep({key: [whole(torch.ones(2))] for key in keys})])]
+
+    weight, state = ("parameter", "weight"), ("optimizer", "weight/moment")
+    result, _ = compare_records(recorded(weight, state), recorded(weight), 0.0)
+    assert result.compared == 1 and result.unplaced == {"optimizer weight/moment"}
+    with pytest.raises(UserError, match=r"the parameter weight has shape None in that checkout, but \(2,\)"):
+        compare_records(recorded(weight, state), recorded(state), 0.0)
 
 
 def test_a_folder_without_forge_is_refused(tmp_path: Path) -> None:

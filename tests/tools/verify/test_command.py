@@ -226,6 +226,13 @@ def test_bad_input_ends_with_2(run) -> None:
         (["--model.kind=mine:Broken", "--layouts", "tp=2"], "a mistake of one's own"),
         (["--against", "nowhere", "--layouts", "dp_shard=2", "--steps=1"], "is not a checkout of forge"),
         (["--digests", "file"], "needs --world-sizes N"),
+        (["--digests", "file", "--world-sizes=2", "--random=3"], "cannot be combined with --layouts"),
+        (
+            ["--digests", "file", "--world-sizes=2", "--model.kind=mine:Broken"],
+            "the run in one process fails: ValueError: a mistake of one's own",
+        ),
+        (["--steps=1", "--layouts", "tp=2"], "--steps 1: needs 2 or more"),
+        (["--bound=1", "--layouts", "tp=2"], "--bound: only with --against or --in-place"),
         (["--train.hooks=['mine:Nothing']", "--layouts", "tp=2"], "mine has no class Nothing"),
     ):
         output = run(*options)

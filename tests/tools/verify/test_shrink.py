@@ -96,6 +96,25 @@ def test_what_cannot_be_kept_is_reported() -> None:
     assert shrink(tiny())[1] == []
 
 
+def test_patterns_with_a_layer_s_number_match_a_layer_of_the_small_model() -> None:
+    """The first layer has no experts, and every third layer has full attention."""
+    text = TINY.replace("n_layers = 2", "n_layers = 32\nsliding_window = 16\nsliding_window_pattern = 3")
+    text += "[model.moe]\nn_experts = 8\nn_dense_layers = 1\n"
+    text += "[precision]\nfp32_modules = ['layers.31', 'layers.0.*', 'layers.2*', '*.norm', 'mtp.layers.0']\n"
+    text += "[[optimizer.groups]]\nnames = ['layers.30.feed_forward.*']\nlr_scale = 0.5\n"
+    small, notes = shrink(parse_toml_text(text))
+    assert small.precision.fp32_modules == ("layers.3", "layers.0.*", "layers.2*", "*.norm", "mtp.layers.0")
+    assert small.optimizer.groups[0].names == ("layers.3.feed_forward.*",)
+    assert sorted(note.split(" ")[0] for note in notes) == ["optimizer.groups", "precision.fp32_modules"]
+
+
+def test_qk_clip_still_clips() -> None:
+    text = TINY + "[optimizer]\nname = 'muon'\n[optimizer.muon]\nqk_clip = 100\n"
+    small, notes = shrink(parse_toml_text(text))
+    assert small.optimizer.muon.qk_clip == 0.03
+    assert notes == ["optimizer.muon.qk_clip is 0.03, not 100.0: the small model has smaller logits"]
+
+
 @pytest.mark.parametrize("recipe", BLOCKS)
 @pytest.mark.parametrize("name", ["debug", "moe_debug", "mla_debug", "hybrid_debug"])
 def test_block_formats_stay_and_two_ranks_have_whole_blocks(name: str, recipe: str) -> None:
@@ -129,7 +148,7 @@ def test_each_key_changed_by_shrinking_is_a_size_or_a_note(name: str) -> None:
     ):
         before, after = (getattr(one, section).model_dump() for one in (config, small))
         for key, value in before.items():
-            noted = any(note.startswith(f"{section}.{key} ") for note in notes)
+            noted = any(note.startswith((f"{section}.{key} ", f"{section}.{key}.")) for note in notes)
             if (section, key) == ("optimizer", "mup"):  # sizes
                 assert not noted
                 continue
