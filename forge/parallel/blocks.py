@@ -33,8 +33,9 @@ The modes full, selective and offload can be restricted. With `every` = n, only 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -253,10 +254,27 @@ def selective_context() -> Any:
     return create_selective_checkpoint_contexts(keep_expensive)
 
 
+class _Thread(threading.local):
+    keeps = True
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """Let selective checkpointing keep no result of the body, which backward does not need."""
+    before, _thread.keeps = _thread.keeps, False
+    try:
+        yield
+    finally:
+        _thread.keeps = before
+
+
 def keep_expensive(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     """Keep the results of the operators in KEPT; recompute everything else."""
-    name = str(getattr(operator, "overloadpacket", operator))
-    return CheckpointPolicy.MUST_SAVE if name in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = _thread.keeps and str(getattr(operator, "overloadpacket", operator)) in KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _overloads(name: str) -> Iterator[Any]:

@@ -1,8 +1,8 @@
 """The largest attention logit of each head in a step, over all ranks. QK-clip (forge/optim/muon.py) bounds these logits.
 
 A wrapper around each attention function takes the maximum over this rank's queries in every forward with gradients. One
-all-reduce per step takes the maximum over ranks. A maximum does not depend on microbatches, on the split of heads,
-sequences and batches, or on recomputation.
+all-reduce per step takes the maximum over ranks. A maximum does not depend on microbatches, or on the split of heads,
+sequences and batches.
 
 The wrapper computes the logits a second time, ROWS queries at a time. This takes half as many FLOPs as attention's
 forward, and memory for the logits of ROWS queries against all keys.
@@ -10,7 +10,8 @@ forward, and memory for the logits of ROWS queries against all keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from forge.model import (
     Transformer,
 )
 from forge.model.mask import dense_part
+from forge.parallel.blocks import keeping_nothing
 from forge.parallel.context import SequenceSplit
 from forge.parallel.layout import Layout
 from forge.runtime import compat
@@ -123,15 +125,19 @@ class ObservedAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        if torch.is_grad_enabled():
-            self._add(q, k, mask)
+        self._add(q, mask, lambda: k)
         return self._attend(q, k, v, mask, sinks)
 
-    @torch.no_grad()
-    def _add(self, q: Tensor, k: Tensor, mask: AttentionMask) -> None:
-        found = self._observe(q.detach(), k.detach(), mask)
-        own = self._largest[self._own_heads(q.shape[1])]
-        own.copy_(torch.maximum(own, found))
+    def _add(self, q: Tensor, mask: AttentionMask, keys: Callable[[], Tensor]) -> None:
+        """Add the logits of a forward with gradients. Ignore its repetition in backward (activation checkpointing)."""
+        compiling = torch.compiler.is_compiling()
+        if not torch.is_grad_enabled() or (not compiling and compat.in_backward()):
+            return
+        # The compiler itself keeps nothing that backward does not need.
+        with torch.no_grad(), nullcontext() if compiling else keeping_nothing():
+            found = self._observe(q.detach(), keys().detach(), mask)
+            own = self._largest[self._own_heads(q.shape[1])]
+            own.copy_(torch.maximum(own, found))
 
     def _own_heads(self, heads: int) -> slice:
         """Return this rank's heads as a slice of the model's heads: all heads, or 1 / tp of them."""
@@ -168,9 +174,6 @@ class ObservedLatents(ObservedAttention):
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
         """Record the largest logits, then call the attention function's `attend_latent`."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                k, _ = layer.expand(latent, key)
-            self._add(q, k, mask)
+        self._add(q, mask, lambda: layer.expand(latent, key)[0])
         inner: Any = self._attend
         return inner.attend_latent(layer, q, latent, key, mask)

@@ -2,15 +2,20 @@
 
 import random
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from forge.config import parse_toml_text
-from forge.model import Transformer
+from forge.model import GroupedAttention, Transformer
 from forge.parallel import blocks
 from forge.parallel.blocks import apply_blocks
 from forge.parallel.build import build_meta_model
+from forge.parallel.context import SequenceSplit
+from forge.parallel.logits import ObservedAttention
 from forge.runtime import compat
 from forge.runtime.errors import UserError
 from tests.support.activation import LAYERS, build, built, operators, run
@@ -83,6 +88,33 @@ def test_selective_recomputes_no_matrix_product_of_any_model(seed) -> None:
     products = none.keys() & set(blocks.KEPT)
     assert all(selective[name] == none[name] for name in products)
     assert full["aten.mm"] > none["aten.mm"] > 0
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_attention_logits_are_computed_once_and_not_kept(mode) -> None:
+    """QK-clip observes them in forward."""
+    model = build(f'mode = "{mode}"')
+    plain = operators(model)
+    largest = [observed(module) for module in model.modules() if isinstance(module, GroupedAttention)]
+    products = operators(model)["aten.bmm"] - plain["aten.bmm"]
+    assert products == len(largest) == LAYERS
+    assert all(bool(one.isfinite().all()) for one in largest)
+
+
+def observed(attention: GroupedAttention) -> torch.Tensor:
+    """Wrap the attention function as QK-clip does. Return the largest logits."""
+    one = SimpleNamespace(rank=lambda: 0, size=lambda: 1, device_type="cpu")
+    layout: Any = SimpleNamespace(meshes=SimpleNamespace(tp=one, cp=one))
+    largest = torch.full((attention.wq.out_features // attention.head_dim,), -torch.inf).double()
+
+    class Observed(ObservedAttention):
+        def _observe(self, *arguments):
+            kept = blocks.keep_expensive(None, torch.ops.aten.bmm.default)
+            assert kept is CheckpointPolicy.PREFER_RECOMPUTE
+            return super()._observe(*arguments)
+
+    attention.attend = Observed(attention.attend, largest, layout, SequenceSplit(one))
+    return largest
 
 
 def test_a_policy_that_keeps_nothing_is_detected(monkeypatch) -> None:

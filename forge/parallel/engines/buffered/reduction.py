@@ -54,6 +54,7 @@ class BucketGradients:
     def forget(self) -> None:
         """Discard the gradients without touching their memory, which the next microbatch overwrites."""
         self._empty = True
+        self._separate: dict[str, Tensor] = {}
         if not self.collected:
             for placed in self.memory.parameters:
                 placed.parameter.grad = None
@@ -92,6 +93,21 @@ class BucketGradients:
                 placed.parameter.grad = placed.gradient
         self._empty = False
 
+    def add_separate(self) -> None:
+        """Under zero2, add the gradients that no hook reports to sums in the buffer's dtype, and free `.grad`.
+
+        Otherwise the next separate weight gradients would be added to `.grad` in its own dtype, e.g. bfloat16.
+        """
+        dtype = self.memory.plan.formats.gradient
+        for placed in self.memory.parameters if self.collected else ():
+            gradient = placed.parameter.grad
+            if gradient is None or gradient.dtype == dtype:
+                continue
+            flat = _complete(placed, gradient).detach().reshape(-1)
+            known = self._separate.get(placed.name)
+            self._separate[placed.name] = flat.to(dtype) if known is None else known.add_(flat)
+            placed.parameter.grad = None
+
     def begin(self) -> None:
         self.arrived: set[str] = set()
         self._copied: set[str] = set()
@@ -119,7 +135,9 @@ class BucketGradients:
             for placed in self.memory.parameters:
                 if placed.parameter.grad is not None:
                     self._collect(placed)
-                elif placed.name not in self._copied:
+                if placed.name in self._separate:
+                    self._add(placed, self._separate.pop(placed.name))
+                if placed.name not in self._copied:
                     self.sent(placed).zero_()
 
     def sent(self, placed: PlacedParameter) -> Tensor:
@@ -147,15 +165,16 @@ class BucketGradients:
             own_part(kept, groups.shard).copy_(own_part(temporary, groups.shard))
 
     def _collect(self, placed: PlacedParameter) -> None:
-        """Add the parameter's `.grad` to its slot of the temporary bucket, and free `.grad`.
-
-        The slot may already contain a contribution reported by a hook.
-        """
+        """Add the parameter's `.grad` to its slot of the temporary bucket, and free `.grad`."""
         assert placed.parameter.grad is not None
-        flat, target = _complete(placed, placed.parameter.grad).detach().reshape(-1), self.sent(placed)
+        self._add(placed, _complete(placed, placed.parameter.grad).detach().reshape(-1))
+        placed.parameter.grad = None
+
+    def _add(self, placed: PlacedParameter, flat: Tensor) -> None:
+        """Add `flat` to the parameter's slot, which may already contain a contribution reported by a hook."""
+        target = self.sent(placed)
         target.add_(flat) if placed.name in self._copied else target.copy_(flat)
         self._copied.add(placed.name)
-        placed.parameter.grad = None
 
 
 def _complete(placed: PlacedParameter, gradient: Tensor) -> Tensor:
@@ -252,6 +271,7 @@ class Reduction:
         """Move all existing gradients into the buffers. Call between two backwards."""
         for bucket in self.buckets:
             bucket.place_all()
+            bucket.add_separate()
 
     def forget(self) -> None:
         """Discard the gradients."""

@@ -78,6 +78,29 @@ def test_gradients_without_hooks_are_summed_at_the_end(engine: str) -> None:
     assert_close_gradients(run_ranks(_by_hand, 2, text, False)[0], run_ranks(_by_hand, 2, text, True)[0])
 
 
+def _three_by_hand(rank: int, world: int, text: str) -> float:
+    """Set the gradients of three microbatches without hooks, as a pipeline does after its last begin_microbatch()."""
+    model, engine, _ = build(text, world)
+    weight = model.parts[0].norm.weight
+    engine.begin_microbatch(last=True)
+    for value in (1.0, 1 / 512, 1 / 512):
+        gradient = torch.full_like(weight, value)
+        if weight.grad is None:
+            weight.grad = gradient
+        else:
+            weight.grad += gradient
+        engine.take_weight_gradients(last=value < 1)
+    engine.finish_gradient_sync()
+    return gradients(model)["norm.weight"][0].item()
+
+
+@pytest.mark.parametrize("engine", ["zero1", "zero2"])
+def test_separate_weight_gradients_are_added_in_float32(engine: str) -> None:
+    """In bfloat16, 1 + 1/512 is 1."""
+    text = engine_config(engine, SMALL, formats=("float32", "bfloat16", "float32"))
+    assert run_ranks(_three_by_hand, 2, text) == [2 * (1 + 2 / 512)] * 2
+
+
 def _late_and_early(rank: int, world: int, text: str) -> Gradients:
     """Add to an arrived gradient without a hook, while its bucket waits for an unused parameter."""
     model, engine, batches = build(text, world)
