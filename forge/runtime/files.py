@@ -1,4 +1,4 @@
-"""Replace files atomically, lock them, and parse JSON."""
+"""Replace files and folders atomically, lock files, and parse JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import errno
 import fcntl
 import json
 import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,22 @@ def replace_atomically(path: Path, content: bytes, *, sync: bool = True) -> None
         raise
     if sync:
         sync_folder(path.parent)
+
+
+@contextmanager
+def folder_beside(output: Path) -> Iterator[Path]:
+    """Yield a new, empty folder beside `output`. The caller fills it and renames it to `output`.
+
+    At the end, remove the folder unless it was renamed. Its name is random, so two processes may write to one `output`.
+    Raises OSError if the folder cannot be made.
+    """
+    output = output.absolute()
+    partial = output.with_name(f".partial-{output.name}-{secrets.token_hex(4)}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

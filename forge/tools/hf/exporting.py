@@ -12,7 +12,7 @@ from torch import Tensor
 from forge.checkpoint import trained_config
 from forge.checkpoint.loading import TensorReader
 from forge.data.tokenizer import load_tokenizer
-from forge.runtime.errors import UserError
+from forge.runtime.errors import FAILED, UserError
 from forge.runtime.files import replace_atomically, sync_folder
 from forge.tools.hf.folder import Conversion, ReportProgress, new_folder, no_progress
 from forge.tools.hf.kimi import nested
@@ -86,7 +86,10 @@ def export_weights(
             done += size
             progress("writing", done, total)
         sync_folder(partial)
-        partial.rename(output.absolute())
+        try:
+            partial.rename(output.absolute())
+        except OSError as error:  # e.g. another process has just written `output`
+            raise UserError(f"{output}: cannot be written: {error.strerror}", FAILED) from None
         sync_folder(output.absolute().parent)
     return Conversion(architecture.name, with_tokenizer)
 

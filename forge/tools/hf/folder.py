@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from forge.runtime.errors import FAILED, UserError
+from forge.runtime.files import folder_beside
 
 ReportProgress: TypeAlias = Callable[[str, int, int], None]
 """(current activity, bytes done, bytes in total)"""
@@ -29,22 +30,18 @@ def no_progress(activity: str, done: int, total: int) -> None:
 def new_folder(output: Path, needed: int) -> Iterator[Path]:
     """Yield an empty temporary folder beside `output`. The caller fills it and renames it to `output`.
 
-    At the end of the body, remove the temporary folder unless it was renamed. needed: required free space in bytes. Raises
-    UserError if `output` exists and is not empty (exit 2), or if the file system has too little space (exit 1).
+    At the end, remove the temporary folder unless it was renamed. needed: required free space in bytes. Raises UserError if
+    `output` exists and is not empty or cannot be written (exit 2), or if the file system has too little space (exit 1).
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output}: exists already; choose another folder, or remove this one")
-    partial = output.absolute().with_name(f".partial-{output.absolute().name}")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)  # the leftover of a killed process
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"{output}: cannot be written: {error.strerror}") from None
-    try:
+    with ExitStack() as stack:
+        try:
+            partial = stack.enter_context(folder_beside(output))
+        except OSError as error:
+            raise UserError(f"{output}: cannot be written: {error.strerror}") from None
         free = shutil.disk_usage(partial).free
         if free < needed:
             sizes = f"needs {needed / 1e9:.3g} GB, but only {free / 1e9:.3g} GB are free there"
             raise UserError(f"{output}: {sizes}", FAILED)
         yield partial
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from forge.config import Config, to_toml
 from forge.optim.ema import SLOT
 from forge.runtime.distributed import RanksFailed, single_process_group
 from forge.runtime.errors import FAILED, UserError
+from forge.runtime.files import folder_beside
 from forge.shard import Shard
 
 
@@ -81,9 +81,6 @@ def _require_one_model(paths: Sequence[Path], configs: Sequence[Config]) -> None
 
 
 def _write(output: Path, paths: Sequence[Path], config: Config, tensors: dict[str, ShardTensor]) -> None:
-    partial = output.absolute().with_name(f".partial-{output.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     tokenizer = sorted((paths[-1] / "tokenizer").glob("*"))
     files = {file.relative_to(paths[-1]).as_posix(): file.read_bytes() for file in tokenizer}
     # At step 0, the first phase would set the window.
@@ -91,9 +88,7 @@ def _write(output: Path, paths: Sequence[Path], config: Config, tensors: dict[st
     files[TRAINER] = json.dumps({"averaged": [str(path) for path in paths]}).encode()
     contents = Contents(step=0, layout={}, files=files, tensors=tensors)
     try:
-        with single_process_group():
+        with single_process_group(), folder_beside(output) as partial:
             fill_folder(partial, output.absolute(), contents)
-    except RanksFailed as error:
+    except (RanksFailed, OSError) as error:
         raise UserError(f"{output}: could not be written: {error}", FAILED) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
