@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.runtime.errors import FINISHED, UserError
-from scripts.options import Options, exit_code_of, port, positive
+from scripts.options import Options, exit_code_of, number, port, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     agent.add_argument(
         "--lost-after",
-        type=positive,
+        type=number(int, lambda value: value >= 3, "at least 3"),  # a node sends one heartbeat per second
         default=10,
         metavar="S",
         help="seconds without a heartbeat after which a node is lost",
@@ -89,8 +89,8 @@ def _meeting(port: int, host: str) -> None:
     from forge.tools.elastic.meeting import Meeting
 
     closed = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: closed.set())
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, lambda *_: closed.set())
     meeting = Meeting(port, host)
     only = " (this machine only; for others give --host)" if meeting.is_local else ""
     print(f"agents meet at {host}:{meeting.port}{only}", flush=True)

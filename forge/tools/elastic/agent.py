@@ -95,7 +95,10 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
     """
     store = _meet(node.meeting)
     os.environ.pop(VARIABLE, None)  # do not hand the secret to the ranks
-    _share_clock(clock_offset(store))
+    try:
+        _share_clock(clock_offset(store))
+    except dist.DistError:
+        raise _lost_connection(node) from None
     os.environ |= {
         # Without this setting, agents keep the address of the first round's store, even after the store's node is lost.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -136,11 +139,7 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
             f"no rendezvous within --patience {node.patience_s} s: {error or 'too few nodes came'}", FAILED
         ) from None
     except RendezvousConnectionError:
-        raise UserError(
-            f"--meeting {node.meeting}: lost the connection to the rendezvous server before the run finished; "
-            "start `elastic.py meeting` and the agents again",
-            FAILED,
-        ) from None
+        raise _lost_connection(node) from None
     rendezvous.shutdown()
     if result is None:  # the rendezvous was closed while this node waited, so the run has ended
         return exit_code_at_end(argv) if _is_over(store) else FAILED
@@ -148,6 +147,14 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
         return min(result.failures.values(), key=lambda one: one.timestamp).exitcode or FAILED
     store.set(OVER, "1")
     return exit_code_at_end(argv)
+
+
+def _lost_connection(node: Node) -> UserError:
+    return UserError(
+        f"--meeting {node.meeting}: lost the connection to the rendezvous server before the run finished; "
+        "start `elastic.py meeting` and the agents again",
+        FAILED,
+    )
 
 
 class _Agent(LocalElasticAgent):

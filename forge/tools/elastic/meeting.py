@@ -81,10 +81,11 @@ def is_over(store: dist.Store) -> bool:
 def clock_offset(store: dist.Store) -> float:
     """Return the meeting's clock minus this machine's clock, in seconds, with an error below 0.1 s.
 
-    Waits for the next update of the meeting's clock.
+    Waits for the next update of the meeting's clock. After the end of the run, the clock stands still and the result is
+    arbitrary. Raises DistError if the meeting does not answer.
     """
     store.set_timeout(timedelta(seconds=60))
     before = store.get(CLOCK)
-    while (now := store.get(CLOCK)) == before:
+    while (now := store.get(CLOCK)) == before and not is_over(store):
         time.sleep(0.01)
     return float(now) - time.time()

@@ -30,7 +30,7 @@ from forge.shard import Shard
 # Keys of [model] scaled with model.dim. Heads keep their size, and their number grows.
 SIZES = ("n_heads", "n_kv_heads", "ffn_dim")
 OF_TABLES = {
-    "moe": ("expert_dim",),
+    "moe": ("expert_dim", "latent_dim"),
     "mla": ("q_lora_rank", "kv_lora_rank"),
     "linear_attention": ("n_key_heads", "n_value_heads"),
 }

@@ -196,14 +196,31 @@ def next_trials(sweep: Sweep, trials: list[Trial], results: dict[int, float]) ->
 
 
 def _lengths_of_rungs(sweep: Sweep) -> list[dict[str, Any]]:
-    """Return the length of a run in each rung, in the unit of the recipe: {"tokens": N} or {"steps": N}. {}: the recipe's."""
+    """Return the length of a run in each rung, in the unit of the recipe: {"tokens": N} or {"steps": N}. {}: the recipe's.
+
+    Raises UserError if the recipes of a halving sweep have different lengths.
+    """
     if sweep.method != "halving":
         return [{}]
-    train = load_config(Trial(0, {}).options(sweep, 0)).train
-    unit = "tokens" if train.tokens else "steps"
-    longest: int = getattr(train, unit)
+    (unit, longest), *others = {_length(sweep, recipe) for recipe in _recipes(sweep)}
+    if others:
+        raise UserError(
+            "keys.config: the recipes train for different numbers of steps or tokens; with method = halving, give the "
+            "length of the last rung under overrides"
+        )
     shortest = max(1, longest // sweep.eta ** (sweep.rungs - 1))
     return [*({unit: shortest * sweep.eta**rung} for rung in range(sweep.rungs - 1)), {unit: longest}]
+
+
+def _recipes(sweep: Sweep) -> list[str]:
+    recipes = sweep.keys.get("config")
+    return recipes if isinstance(recipes, list) else [sweep.config]
+
+
+def _length(sweep: Sweep, recipe: str) -> tuple[str, int]:
+    """Return the unit and the length of a run of `recipe`."""
+    train = load_config(Trial(0, {"config": recipe}).options(sweep, 0)).train
+    return ("tokens", train.tokens) if train.tokens else ("steps", train.steps)
 
 
 def _survivors(sweep: Sweep, trials: int) -> int:

@@ -63,6 +63,8 @@ def test_sizes_grow_in_proportion_or_are_refused() -> None:
     wide = of_width(recipe(*MOE), 64).model
     assert (wide.n_heads, wide.n_kv_heads, wide.head_dim, wide.ffn_dim) == (4, 2, 16, 128)
     assert wide.moe is not None and wide.moe.expert_dim == 64
+    latent = of_width(recipe(*MOE, "--model.moe.latent_dim=16"), 64).model.moe
+    assert latent is not None and latent.latent_dim == 32
     with pytest.raises(UserError, match="width 48"):
         of_width(recipe(), 48)
 

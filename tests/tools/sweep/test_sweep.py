@@ -109,6 +109,22 @@ def test_halving_keeps_the_unit_of_the_recipes_length(tmp_path) -> None:
     assert config_of(sweep, third[0]).train.tokens == tokens
 
 
+def test_halving_over_recipes_takes_their_length(tmp_path) -> None:
+    """Not the length of the sweep's own recipe."""
+    recipes = [str(tmp_path / f"{name}.toml") for name in ("short", "also_short", "long")]
+    for recipe, steps in zip(recipes, (90, 90, 180), strict=True):
+        Path(recipe).write_text(
+            Path("configs/debug.toml").read_text().replace("steps = 300", f"steps = {steps}")
+        )
+    halving: dict[str, Any] = {"method": "halving", "trials": 4, "rungs": 2, "eta": 3}
+    sweep = sweep_of(tmp_path, **halving, keys={"config": recipes[:2]})
+    assert {trial.steps for trial in first_trials(sweep)} == {30}
+    with pytest.raises(UserError, match="the recipes train for different numbers of steps or tokens"):
+        first_trials(sweep_of(tmp_path, **halving, keys={"config": recipes}))
+    sweep = sweep_of(tmp_path, **halving, keys={"config": recipes}, overrides={"train.steps": 60})
+    assert {trial.steps for trial in first_trials(sweep)} == {20}
+
+
 def test_the_metric_is_of_the_last_tenth_or_the_last_evaluation() -> None:
     lines: list[dict[str, Any]] = [{"step": step, "loss": float(step)} for step in range(1, 31)]
     assert metric_of(lines, "loss") == 29.0
