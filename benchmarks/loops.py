@@ -37,6 +37,7 @@ from forge.run.history import History
 from forge.run.hooks import make_hooks
 from forge.run.resume import Start
 from forge.run.save import Saves
+from forge.run.tiers import Tiers
 from forge.runtime.world import World, join, read_world
 from forge.shard import Shard
 from forge.train.trainer import Trainer
@@ -127,8 +128,10 @@ class ForgeLoop:
             Reporter(directory, world),
             StopSignals(),
         )
-        History(self.trainer, self.checkpoints).start(Start(None, kept=-1))
-        hooks = make_hooks(self.trainer, self.checkpoints, [])
+        history, start = History(self.trainer, self.checkpoints), Start(None, kept=-1)
+        history.load(start)
+        hooks = make_hooks(self.trainer, self.checkpoints, [], Tiers(config, self.checkpoints, directory))
+        history.begin(start)
         (self.saves,) = (hook for hook in hooks if isinstance(hook, Saves))
         self.trainer.hooks = Hooks(hooks)
         self._run = self.trainer.hooks.around_run(step=0)

@@ -70,15 +70,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _library(given: argparse.Namespace) -> list[Outcome]:
     """Compare another library's parallelism of a plain module with one process, and print the results."""
-    others = ("config", "layouts", "against", "in_place", "digests", "precision", "random")
-    if mixed := [f"--{name.replace('_', '-')}" for name in others if getattr(given, name)]:
+    others = ("config", "layouts", "against", "in_place", "digests", "precision", "random", "bound")
+    if mixed := [
+        f"--{name.replace('_', '-')}" for name in others if getattr(given, name) not in (None, False)
+    ]:
         raise UserError(f"--module cannot be combined with {', '.join(mixed)}")
     if given.module is None or given.parallelize is None:
         raise UserError("--module and --parallelize belong together: give both, as package.module:function")
-    if given.steps is not None and given.steps < 2:
-        raise UserError(
-            f"--steps {given.steps}: --module needs 2 or more, one before and one after the checkpoint"
-        )
+    _require_two_steps(given)
     request = LibraryRequest(given.module, given.parallelize, given.make_optimizer or "", given.steps or 3)
     progress = ProgressPrinter(quiet=given.json)
     if not given.json:
@@ -98,8 +97,8 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
     config = load_config(["--config", given.config, *overrides])
     small, notes = shrink(config)
     settings = _settings(given, small)
-    if settings.steps < 2 and given.against is None:
-        raise UserError(f"--steps {settings.steps}: needs 2 or more, one before and one after the checkpoint")
+    if given.against is None:
+        _require_two_steps(given)
     if settings.steps < steps_through(small):
         notes.append(
             f"--steps {settings.steps} ends before the last phase, which needs {steps_through(small)}"
@@ -127,6 +126,11 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
         some = "not every layout" if report.outcomes else "no layout"
         raise UserError(f"{some} was compared: {missing}")
     return report
+
+
+def _require_two_steps(given: argparse.Namespace) -> None:
+    if given.steps == 1:
+        raise UserError("--steps 1: needs 2 or more, one before and one after the checkpoint")
 
 
 def _settings(given: argparse.Namespace, config: Config) -> Settings:

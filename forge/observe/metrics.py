@@ -51,6 +51,8 @@ class MetricsWriter(Hook):
         self._report_step = report_step
         self._phases = Phases(config)
         self._published: dict[str, Any] = {}
+        # Numbers from before `restart_from`, e.g. from a hook's constructor.
+        self._waiting: list[tuple[int, Mapping[str, float]]] | None = []
         self._log = JsonLines(directory.metrics) if world.rank == 0 else None
         self._board = Board(directory.tensorboard, world.rank == 0 and config.metrics.tensorboard)
         self._trackers: list[Tracker] = []
@@ -153,6 +155,9 @@ class MetricsWriter(Hook):
         kept = on_first_rank("cutting metrics.jsonl", cut)
         for tracker in self._trackers:
             tracker.discard_after(step, aside or step < 0, rollbacks)
+        waiting, self._waiting = self._waiting or [], None
+        for at, values in waiting:
+            self._show(at, values)
         return kept
 
     def sync(self) -> None:
@@ -162,7 +167,10 @@ class MetricsWriter(Hook):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add numbers to the curves of TensorBoard and trackers. values: curve name, e.g. `my/number` -> number."""
-        self._show(step, values)
+        if self._waiting is None:
+            self._show(step, values)
+        else:
+            self._waiting.append((step, values))
 
     def evaluation(self, step: int, losses: Mapping[str, float]) -> None:
         """Write an evaluation line. losses: held-out source -> loss."""

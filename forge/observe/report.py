@@ -124,6 +124,7 @@ class Reporter:
             "started",
             world_size=world.size,
             launcher=world.launcher,
+            launch=world.launch,
             restarted=restarted,
             layout=layout,
             environment=about,

@@ -263,7 +263,7 @@ _thread = _Thread()
 
 @contextmanager
 def keeping_nothing() -> Iterator[None]:
-    """Let selective checkpointing keep no result of the body, which backward does not need."""
+    """Let selective checkpointing keep no result of the body, because backward needs none."""
     before, _thread.keeps = _thread.keeps, False
     try:
         yield

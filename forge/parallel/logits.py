@@ -1,8 +1,8 @@
 """The largest attention logit of each head in a step, over all ranks. QK-clip (forge/optim/muon.py) bounds these logits.
 
 A wrapper around each attention function takes the maximum over this rank's queries in every forward with gradients. One
-all-reduce per step takes the maximum over ranks. A maximum does not depend on microbatches, or on the split of heads,
-sequences and batches.
+all-reduce per step takes the maximum over ranks. A maximum does not depend on microbatches, on the split of heads,
+sequences and batches, or on recomputation.
 
 The wrapper computes the logits a second time, ROWS queries at a time. This takes half as many FLOPs as attention's
 forward, and memory for the logits of ROWS queries against all keys.
@@ -129,12 +129,12 @@ class ObservedAttention:
         return self._attend(q, k, v, mask, sinks)
 
     def _add(self, q: Tensor, mask: AttentionMask, keys: Callable[[], Tensor]) -> None:
-        """Add the logits of a forward with gradients. Ignore its repetition in backward (activation checkpointing)."""
-        compiling = torch.compiler.is_compiling()
-        if not torch.is_grad_enabled() or (not compiling and compat.in_backward()):
+        """Add the logits of a forward with gradients. keys: returns k, as in `_observe`."""
+        if not torch.is_grad_enabled():
             return
-        # The compiler itself keeps nothing that backward does not need.
-        with torch.no_grad(), nullcontext() if compiling else keeping_nothing():
+        # A recomputation in backward runs the same operators again: selective checkpointing counts all operators, kept or
+        # not. The compiler keeps nothing that backward does not need.
+        with torch.no_grad(), nullcontext() if torch.compiler.is_compiling() else keeping_nothing():
             found = self._observe(q.detach(), keys().detach(), mask)
             own = self._largest[self._own_heads(q.shape[1])]
             own.copy_(torch.maximum(own, found))

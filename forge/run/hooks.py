@@ -48,16 +48,17 @@ def make_hooks(
     checkpoints: Checkpoints,
     loaded: list[tuple[str, type[Hook]]],
     tiers: Tiers,
+    restarted: bool = False,
 ) -> list[Hook]:
     """Return all enabled hooks of a run, in calling order. Collective.
 
-    Raises UserError if a hook refuses the run. Hooks that save come last, because a checkpoint follows all other output
-    of its step.
+    restarted: True on the first rank after a restart. Hooks that save come last, because a checkpoint follows all other
+    output of its step. Raises UserError if a hook refuses the run.
     """
     config, world, directory = trainer.config, trainer.reporter.world, trainer.reporter.directory
     saves = Saves(trainer, checkpoints)
     hooks: list[Hook] = [trainer.reporter.phases, FaultPoints(), DataStalls(trainer)]
-    if is_elastic() or world.restarted:
+    if is_elastic() or restarted:
         hooks.append(Recovery(trainer.reporter))
     if config.resilience.time_limit_s:
         hooks.append(StopBeforeTimeLimit(trainer, saves))

@@ -194,9 +194,9 @@ def _train(
     restarted = any(gather_from_ranks("sharing restarts", lambda: world.restarted))
     earlier = Earlier()
     if world.rank == 0:
-        earlier = read_earlier(directory, reporter.before, restarted)
+        earlier = read_earlier(directory, reporter.before, restarted, world.launch)
     reporter.running()
-    reporter.started(vars(degrees), restarted)
+    reporter.started(vars(degrees), earlier.restarted)
     report_nodes(reporter)
     fault_point("set-up", 0)
 
@@ -220,20 +220,26 @@ def _train(
             if start.origin is not None:
                 raise UserError(
                     f"checkpoint.resume = {config.checkpoint.resume!r}: nothing is left to train, because the checkpoint "
-                    f"has made {done}; raise {key}"
+                    f"is already at {done}; raise {key}"
                 )
             reporter.running(point.step)
             log.info("%s is finished: %s. Raise %s to continue.", config.run.name, done, key)
             tiers.follow(start)
+            signals.defer()
             finish_mirror(config, checkpoints, point.step, reporter, is_stopping)
             return None
 
     trainer = Trainer(config, degrees, data, reporter, signals)
     history = History(trainer, checkpoints)
     history.load(start)
-    all_hooks = make_hooks(trainer, checkpoints, hooks, tiers)
-    if point is not None:
-        Hooks(all_hooks).load_state(point.state.get("hooks", {}))
+
+    def load_hooks_state() -> list[Hook]:
+        made = make_hooks(trainer, checkpoints, hooks, tiers, earlier.restarted)
+        if point is not None:
+            Hooks(made).load_state(point.state.get("hooks", {}))
+        return made
+
+    all_hooks = on_every_rank("making hooks", load_hooks_state)
     # Only now, because a refused start must change no file of the run.
     tiers.follow(start)
     history.begin(start)

@@ -55,23 +55,31 @@ class Earlier:
     """Facts about earlier starts, read from the run directory. Filled in only on the first rank.
 
     finished: True if the last start ended with all steps done. saved: the last saved step of the current history; 0: none.
+    restarted: True if the launcher has restarted the ranks of the last start.
     """
 
     finished: bool = False
     saved: int = 0
+    restarted: bool = False
 
 
-def read_earlier(directory: RunDirectory, status: dict[str, Any], restarted: bool = False) -> Earlier:
+def read_earlier(
+    directory: RunDirectory, status: dict[str, Any], restarted: bool = False, launch: str = ""
+) -> Earlier:
     """Read the facts about earlier starts from `directory`.
 
     status: content of `status.json` from the last start. restarted: the launcher has restarted this process, perhaps because
-    the last start failed after its last step; that start then does not count as finished.
+    the last start failed after its last step; that start then does not count as finished. launch: the identity of this
+    launch; "": unknown. If no start has this identity, the launcher has restarted ranks that had not started the run.
     """
     # Whether the events end with all steps done, and the number of later commands that made no step.
     ended, starts = False, 0
+    launches = set()
     saved: list[int] | None = None  # None: no event tells
     for event in read_lines(directory.events, "event"):
         kind = event["event"]
+        if kind == "started":
+            launches.add(event.get("launch"))
         if kind == "finished":
             ended, starts = True, 0
         elif kind == "started" and not event.get("restarted"):
@@ -90,6 +98,7 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any], restarted: boo
             aside = {int(match[1]) for name in event["checkpoints"] if (match := _ASIDE.match(name))}
             kept = event.get("kept", max(saved))  # an earlier version of forge did not record it
             saved = [step for step in saved if step not in aside and step <= kept]
+    restarted = restarted and (not launch or launch in launches)
     finished = (
         ended if restarted and starts else not restarted and (ended or status.get("state") == "finished")
     )
@@ -99,7 +108,7 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any], restarted: boo
         last = int(status.get("step") or 0) if finished or status.get("state") == "stopped" else 0
         metrics = (int(line["step"]) for line in read_lines(directory.metrics, "step"))
         saved = [last or max(metrics, default=0)]
-    return Earlier(finished, saved[-1] if saved else 0)
+    return Earlier(finished, saved[-1] if saved else 0, restarted)
 
 
 def origin_of(config: Config) -> Origin:

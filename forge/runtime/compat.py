@@ -219,11 +219,6 @@ class _Same(torch.autograd.Function):
         return grad
 
 
-def in_backward() -> bool:
-    """Return whether this thread runs a backward, e.g. because activation checkpointing repeats a forward there."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def keep_buffers_of_compiled_backward() -> None:
     """Make retain_graph=True work for backwards through compiled functions, e.g. flex_attention.
 

@@ -46,12 +46,23 @@ def folder_beside(output: Path) -> Iterator[Path]:
     Raises OSError if the folder cannot be made.
     """
     output = output.absolute()
-    partial = output.with_name(f".partial-{output.name}-{secrets.token_hex(4)}")
+    partial = output.with_name(f"{_partial(output)}{secrets.token_hex(4)}")
     partial.mkdir(parents=True)
     try:
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def leftovers(output: Path) -> list[Path]:
+    """Return the folders of `folder_beside` for `output`, of running and of killed processes."""
+    return sorted(
+        path for path in output.absolute().parent.iterdir() if path.name.startswith(_partial(output))
+    )
+
+
+def _partial(output: Path) -> str:
+    return f".partial-{output.absolute().name}-"
 
 
 def sync_folder(folder: Path) -> None:

@@ -58,6 +58,11 @@ class World:
         return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
     @property
+    def launch(self) -> str:
+        """Return the identity of the launch, equal after each restart: the elastic run's or Slurm's job's; "": unknown."""
+        return os.environ.get("FORGE_LAUNCH") or os.environ.get("SLURM_JOB_ID", "")
+
+    @property
     def restarted(self) -> bool:
         """Return whether this is a restart: an agent restarted this rank, or Slurm requeued the job."""
         counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "FORGE_ROUND")

@@ -119,7 +119,8 @@ def test_another_runs_last_checkpoint_leaves_nothing_to_train(tmp_path, source: 
     before = run.status(), run.checkpoints(), run.metrics()
     output = refused(run, f"--checkpoint.resume={checkpoint(source, 6)}", "--train.steps=6")
     assert (
-        "nothing is left to train, because the checkpoint has made step 6 of 6; raise train.steps" in output
+        "nothing is left to train, because the checkpoint is already at step 6 of 6; raise train.steps"
+        in output
     )
     assert (run.status()["step"], run.checkpoints(), run.metrics()) == (before[0]["step"], *before[1:])
 
@@ -132,6 +133,9 @@ def test_a_refused_start_sets_no_history_aside(tmp_path) -> None:
     again = ["--checkpoint.resume=none", "--train.steps=6"]
     output = refused(run, *again, '--train.hooks=["tests.support.node_hooks:Refusing"]')
     assert "not today" in output
+    assert (run.checkpoints(), run.metrics()) == before and not run.events("set_aside")
+    last = '--train.hooks=["tests.support.node_hooks:RefusingOnTheLastRank"]'
+    refused(run, *again, last, "--parallel.dp_replicate=2", world=2)
     assert (run.checkpoints(), run.metrics()) == before and not run.events("set_aside")
     assert run("--train.steps=4") == 0 and "is finished" in run.log()
 

@@ -1,4 +1,4 @@
-"""Hooks for runs with joining and leaving nodes, and a hook that refuses a run."""
+"""Hooks for runs with joining and leaving nodes, and hooks that refuse a run."""
 
 from __future__ import annotations
 
@@ -40,3 +40,11 @@ class Refusing(Hook):
 
     def __init__(self, trainer: Any):
         raise UserError("not today")
+
+
+class RefusingOnTheLastRank(Hook):
+    """Refuse the run on the last rank only."""
+
+    def __init__(self, trainer: Any):
+        if trainer.reporter.world.rank == trainer.reporter.world.size - 1:
+            raise UserError("not on this node")

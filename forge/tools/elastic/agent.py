@@ -38,7 +38,7 @@ from forge.config.world import choose_layout
 from forge.observe.json_lines import read_object
 from forge.observe.run_directory import RunDirectory
 from forge.runtime.errors import FAILED, FINISHED, STOPPED, UserError
-from forge.tools.elastic.meeting import OVER, clock_offset
+from forge.tools.elastic.meeting import LAUNCH, OVER, clock_offset
 from forge.tools.elastic.rendezvous import Rendezvous
 from forge.tools.elastic.secret import VARIABLE, SignedStore, read_secret
 
@@ -95,10 +95,7 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
     """
     store = _meet(node.meeting)
     os.environ.pop(VARIABLE, None)  # do not hand the secret to the ranks
-    try:
-        _share_clock(clock_offset(store))
-    except dist.DistError:
-        raise _lost_connection(node) from None
+    nodes = node.least, node.most
     os.environ |= {
         # Without this setting, agents keep the address of the first round's store, even after the store's node is lost.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -106,14 +103,13 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
         "FORGE_NODES": f"{node.least}:{node.most}",
     }
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rendezvous = Rendezvous.at(
-        store,
-        (node.least, node.most),
-        node.lost_after_s,
-        node.gather_s,
-        node.patience_s,
-        _directory(argv).holder,
-    )
+    times_s, holder = (node.lost_after_s, node.gather_s, node.patience_s), _directory(argv).holder
+    try:
+        os.environ["FORGE_LAUNCH"] = store.get(LAUNCH).decode()
+        _share_clock(clock_offset(store))
+        rendezvous = Rendezvous.at(store, nodes, *times_s, holder)
+    except (dist.DistError, RendezvousConnectionError):
+        raise _lost_connection(node) from None
     spec = WorkerSpec(
         "default",
         node.processes,

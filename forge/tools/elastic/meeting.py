@@ -9,6 +9,7 @@ machines may differ.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from forge.runtime.errors import UserError
 from forge.tools.elastic.secret import VARIABLE, SignedStore, is_loopback, make_local_secret, read_secret
 
-CLOCK, OVER = "forge/clock", "forge/over"
+CLOCK, LAUNCH, OVER = "forge/clock", "forge/launch", "forge/over"
 TICK_S = 0.5
 # Seconds of service after the end of the run, for agents of spare nodes still reading the closed rendezvous.
 LINGER_S = 15.0
@@ -53,6 +54,7 @@ class Meeting:
             master_listen_fd=listening.detach(),
         )
         self._store = SignedStore(server, secret)
+        self._store.set(LAUNCH, secrets.token_hex(8))
 
     def read(self, key: str) -> bytes:
         """Return the value of `key` in the store. Raises UserError if its signature is invalid."""
@@ -81,11 +83,13 @@ def is_over(store: dist.Store) -> bool:
 def clock_offset(store: dist.Store) -> float:
     """Return the meeting's clock minus this machine's clock, in seconds, with an error below 0.1 s.
 
-    Waits for the next update of the meeting's clock. After the end of the run, the clock stands still and the result is
-    arbitrary. Raises DistError if the meeting does not answer.
+    Waits for the next update of the meeting's clock. After the end of the run, the clock stands still and the result is 0.
+    Raises DistError if the meeting does not answer.
     """
     store.set_timeout(timedelta(seconds=60))
     before = store.get(CLOCK)
-    while (now := store.get(CLOCK)) == before and not is_over(store):
+    while (now := store.get(CLOCK)) == before:
+        if is_over(store):
+            return 0.0
         time.sleep(0.01)
     return float(now) - time.time()

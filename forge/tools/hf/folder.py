@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from forge.runtime.errors import FAILED, UserError
-from forge.runtime.files import folder_beside
+from forge.runtime.files import folder_beside, leftovers
 
 ReportProgress: TypeAlias = Callable[[str, int, int], None]
 """(current activity, bytes done, bytes in total)"""
@@ -43,5 +43,7 @@ def new_folder(output: Path, needed: int) -> Iterator[Path]:
         free = shutil.disk_usage(partial).free
         if free < needed:
             sizes = f"needs {needed / 1e9:.3g} GB, but only {free / 1e9:.3g} GB are free there"
-            raise UserError(f"{output}: {sizes}", FAILED)
+            others = [str(path) for path in leftovers(output) if path != partial]
+            remedy = f"; a killed process may have left {', '.join(others)}" if others else ""
+            raise UserError(f"{output}: {sizes}{remedy}", FAILED)
         yield partial

@@ -214,7 +214,7 @@ def _lengths_of_rungs(sweep: Sweep) -> list[dict[str, Any]]:
 
 def _recipes(sweep: Sweep) -> list[str]:
     recipes = sweep.keys.get("config")
-    return recipes if isinstance(recipes, list) else [sweep.config]
+    return recipes if isinstance(recipes, list) else [sweep.overrides.get("config", sweep.config)]
 
 
 def _length(sweep: Sweep, recipe: str) -> tuple[str, int]:

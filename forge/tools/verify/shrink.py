@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from math import ceil, gcd, lcm, sqrt
 from typing import Any
@@ -31,8 +32,8 @@ LAYERS, SEQ_LEN, BATCH = 4, 64, 8
 WIDTHS = ("dim", "rank", "size")
 # The largest threshold of QK-clip. The small model's logits are above it.
 QK_CLIP = 0.03
-# The number of a layer in a pattern of names.
-_LAYER = re.compile(r"(?<![\w.])layers\.(\d+)")
+# The layers in a pattern of names.
+_LAYERS = re.compile(r"(?<![\w.])layers\.([^.]*[\d?\]][^.]*)")
 
 
 def changed(config: Config, keys: Mapping[str, Any]) -> Config:
@@ -93,28 +94,34 @@ def _bases(config: Config, small: Config) -> dict[str, Any]:
 
 
 def _patterns(model: ModelConfig, small: Config) -> dict[str, Any]:
-    """Return the patterns of names in `small`, with the numbers of layers of `model` changed to numbers of layers of `small`.
+    """Return the patterns of names in `small` that name layers of `model`, changed to name layers of `small`.
 
-    A layer becomes the layer at the same place among all layers of its kind.
+    A layer becomes a layer of its kind (attention, experts), at about the same relative depth. A pattern that names several
+    layers becomes several patterns.
     """
 
-    def like(found: re.Match[str]) -> str:
-        layer = int(found[1])
+    def like(layer: int) -> int:
         kind = model.has_experts(layer), model.kind_of(layer)
-        alike = [
-            one
-            for one in range(small.model.n_layers)
-            if (small.model.has_experts(one), small.model.kind_of(one)) == kind
-        ]
-        place = layer * len(alike) // model.n_layers
-        return f"layers.{alike[place]}" if place < len(alike) else found[0]
+        layers = range(small.model.n_layers)
+        alike = [one for one in layers if (small.model.has_experts(one), small.model.kind_of(one)) == kind]
+        return alike[layer * len(alike) // model.n_layers] if alike else layer
+
+    def several(pattern: str) -> list[str]:
+        found = _LAYERS.search(pattern)
+        named = [layer for layer in range(model.n_layers) if found and fnmatchcase(str(layer), found[1])]
+        if found is None or not named:
+            return [pattern]
+        before, after = pattern[: found.start(1)], "*" * found[1].endswith("*") + pattern[found.end() :]
+        return [f"{before}{layer}{after}" for layer in dict.fromkeys(map(like, named))]
 
     def renamed(value: Any) -> Any:
         if isinstance(value, list):
-            return [renamed(one) for one in value]
+            return [
+                new for one in value for new in (several(one) if isinstance(one, str) else [renamed(one)])
+            ]
         if isinstance(value, dict):
-            return {renamed(key): renamed(one) for key, one in value.items()}
-        return _LAYER.sub(like, value) if isinstance(value, str) else value
+            return {new: renamed(one) for key, one in value.items() for new in several(key)}
+        return value
 
     tree = small.model_dump(mode="json", exclude_none=True)
     values = {key: tree[key.split(".")[0]][key.split(".")[1]] for key in PATTERNS}

@@ -100,10 +100,13 @@ def test_patterns_with_a_layer_s_number_match_a_layer_of_the_small_model() -> No
     """The first layer has no experts, and every third layer has full attention."""
     text = TINY.replace("n_layers = 2", "n_layers = 32\nsliding_window = 16\nsliding_window_pattern = 3")
     text += "[model.moe]\nn_experts = 8\nn_dense_layers = 1\n"
-    text += "[precision]\nfp32_modules = ['layers.31', 'layers.0.*', 'layers.2*', '*.norm', 'mtp.layers.0']\n"
+    patterns = ["layers.31", "layers.0.*", "layers.1?.*", "layers.3*", "layers.*.norm", "mtp.layers.9"]
+    text += f"[precision]\nfp32_modules = {patterns}\n"
     text += "[[optimizer.groups]]\nnames = ['layers.30.feed_forward.*']\nlr_scale = 0.5\n"
     small, notes = shrink(parse_toml_text(text))
-    assert small.precision.fp32_modules == ("layers.3", "layers.0.*", "layers.2*", "*.norm", "mtp.layers.0")
+    several = ["layers.1.*", "layers.2.*", "layers.3.*", "layers.1*", "layers.3*"]
+    expected = ["layers.3", "layers.0.*", *several, "layers.*.norm", "mtp.layers.9"]
+    assert list(small.precision.fp32_modules) == expected
     assert small.optimizer.groups[0].names == ("layers.3.feed_forward.*",)
     assert sorted(note.split(" ")[0] for note in notes) == ["optimizer.groups", "precision.fp32_modules"]
 
