@@ -157,15 +157,16 @@ class Order:
     ) -> Order:
         """Return this order up to global sample `position`, continued with `weights`.
 
-        weights: source name -> weight. caps: source name -> number of samples after which the source is left out (see
-        `capped_at`). Once all sources have reached their caps, the last sources to do so continue to be read.
+        weights: source name -> weight. caps: source name -> number of samples read, without skipped
+        samples, after which the source is left out (see `capped_at`). Once all sources have reached their caps, the last
+        sources to do so continue to be read.
         """
         caps = caps or {}
         sources = (*self.sources, *(name for name in weights if name not in self.sources))
         drawn = [*self.drawn(position), *[0] * (len(sources) - len(self.sources))]
         configured = tuple(float(weights.get(name, 0.0)) for name in sources)
         limits = [caps.get(name) for name in sources]
-        wanted = _uncapped(configured, drawn, limits) or configured
+        wanted = _uncapped(configured, self._read(drawn), limits) or configured
         # Drop later segments, planned for the old caps.
         past = [segment for segment in self.segments if segment.start <= position]
         order = (
@@ -177,7 +178,7 @@ class Order:
             order = Order(self.seed, sources, segments, self.passed_over)
         while (end := order.capped_at(position, limits)) is not None:
             drawn = order.drawn(end)
-            if not (wanted := _uncapped(wanted, drawn, limits)):
+            if not (wanted := _uncapped(wanted, order._read(drawn), limits)):
                 break
             segments = [*order.segments, Segment(end, block, wanted, tuple(drawn))]
             order, position = Order(self.seed, sources, segments, self.passed_over), end
@@ -196,8 +197,8 @@ class Order:
         ]
 
         def reached(sample: int) -> bool:
-            drawn = self.drawn(sample)
-            return any(drawn[number] >= (limits[number] or 0) for number in capped)
+            read = self._read(self.drawn(sample))
+            return any(read[number] >= (limits[number] or 0) for number in capped)
 
         if not capped:
             return None
@@ -224,10 +225,14 @@ class Order:
         ranges = zip(later.sources, later._padded(self.drawn(first)), later.drawn(end), strict=True)
         return {name: [start, stop] for name, start, stop in ranges if start < stop}
 
+    def _read(self, drawn: Sequence[int]) -> list[int]:
+        """Return the number of samples read of each source. drawn: the index of each source's next sample."""
+        skipped = [*self._skipped, *[()] * (len(drawn) - len(self._skipped))]
+        return [unskipped(0, end, of_source) for end, of_source in zip(drawn, skipped, strict=True)]
+
     def count_between(self, source: str, first: int, end: int) -> int:
         """Return the number of unskipped samples among samples `first` to `end` - 1 of `source`, counted in its own order."""
-        skipped = self._skipped[self.sources.index(source)]
-        return end - first - sum(max(0, min(end, stop) - max(first, start)) for start, stop in skipped)
+        return unskipped(first, end, self._skipped[self.sources.index(source)])
 
     def state(self) -> dict[str, Any]:
         """Return sources and segments as JSON. Skipped ranges are saved with the roll-backs."""
@@ -279,6 +284,11 @@ def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
         else:
             merged.append((first, end))
     return tuple(merged)
+
+
+def unskipped(first: int, end: int, ranges: Ranges) -> int:
+    """Return the number of integers from `first` to `end` - 1 outside all ranges. ranges: from `merge`."""
+    return end - first - sum(max(0, min(end, stop) - max(first, start)) for start, stop in ranges)
 
 
 def nth_outside(position: int, n: int, ranges: Ranges) -> int:

@@ -10,16 +10,21 @@ import tempfile
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 from forge.observe.json_lines import utc_now
 from forge.runtime.causes import Cause
-from forge.runtime.errors import UserError
+from forge.runtime.errors import STOPPED, UserError
 from forge.runtime.files import lock
 
 log = logging.getLogger(__name__)
 
 # Larger than data stored in the inode itself, so a full disk is detected.
 _PROBE_BYTES = 64 * 1024
+
+# Seconds to wait for another holder of the lock, and for a rank of an earlier start of the same job: NFS notices the
+# death of a node after about 90 s.
+PATIENCE_S, LOST_RANK_S = 2.0, 180.0
 
 _held: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
@@ -42,13 +47,16 @@ class RunDirectory:
         self._lock_path = root / ".lock"
         self._descriptor: int | None = None
 
-    def acquire(self, patience_s: float = 2.0) -> str:
+    def acquire(self, launch: str = "") -> str:
         """Make the folders, check that they are writable, and lock the directory.
 
         Return a description of this process, for `find` on other nodes. The lock is held until `release`, until this object
-        is garbage-collected, or until the process ends, even by SIGKILL. Waits up to `patience_s` seconds for another
-        holder, which may just have been killed. Raises UserError (exit 2) if a folder is not writable or another run
-        holds the lock.
+        is garbage-collected, or until the process ends, even by SIGKILL. Waits PATIENCE_S for another holder, which may just
+        have been killed. launch: the identity of this launch. If the holder has the same identity, it is a rank of an
+        earlier start, perhaps on a lost node, and the wait is LOST_RANK_S.
+
+        Raises UserError if a folder is not writable or another run holds the lock (exit 2), or if a rank of an earlier start
+        still holds it (exit 75: a job script may try again).
         """
         for folder in (self.root, self.tensorboard, self.checkpoints, self.logs):
             _require_writable(folder)
@@ -59,14 +67,16 @@ class RunDirectory:
                 f"{self._lock_path} cannot be opened ({error.strerror}); is {self.root} another user's run?"
             ) from error
         try:
-            self._lock(descriptor, patience_s)
+            self._lock(descriptor, launch)
         except BaseException:
             os.close(descriptor)
             raise
         if stale := _holder(descriptor):
             message = "%s: taking over the stale lock of %s"
             log.warning(message, self.root, stale, extra=Cause.NOTE.mark)
-        holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now()})
+        holder = json.dumps(
+            {"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now(), "launch": launch}
+        )
         _rewrite(descriptor, holder.encode())
         self._descriptor = descriptor
         self._finalizer = weakref.finalize(self, _release, descriptor)
@@ -115,8 +125,8 @@ class RunDirectory:
             self._descriptor = None
             self._finalizer()
 
-    def _lock(self, descriptor: int, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
+    def _lock(self, descriptor: int, launch: str) -> None:
+        began, reported = time.monotonic(), False
         while True:
             try:
                 if not lock(descriptor):
@@ -124,11 +134,21 @@ class RunDirectory:
                     log.warning(message, self.root, extra=Cause.NOTE.mark)
                 return
             except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    who = _holder(descriptor) or "another process"
+                waited_s, who = time.monotonic() - began, _holder(descriptor) or "another process"
+                own = bool(launch) and _record(descriptor).get("launch") == launch
+                if waited_s >= PATIENCE_S and not own:
                     raise UserError(
                         f"{self.root} is in use by {who}; wait for that run, stop it, or choose another run.name."
                     ) from None
+                if waited_s >= LOST_RANK_S:
+                    raise UserError(
+                        f"{self.root} is still in use by {who}, a rank of an earlier start of this job; end that process",
+                        STOPPED,
+                    ) from None
+                if waited_s >= PATIENCE_S and not reported:
+                    message = "%s: waiting until %s, a rank of an earlier start of this job, ends"
+                    log.warning(message, self.root, who, extra=Cause.NOTE.mark)
+                    reported = True
                 time.sleep(0.05)
             except OSError as error:
                 raise UserError(f"{self._lock_path} cannot be locked: {error.strerror}.") from error
@@ -168,11 +188,20 @@ def _require_writable(folder: Path) -> None:
 
 def _holder(descriptor: int) -> str | None:
     """Return the last holder's description of itself; None if it released the lock or has not written yet."""
+    holder = _record(descriptor)
     try:
-        holder = json.loads(os.pread(descriptor, 4096, 0))
         return f"process {holder['pid']} on {holder['host']} since {holder['started']}"
-    except (ValueError, KeyError, TypeError):
+    except KeyError:
         return None
+
+
+def _record(descriptor: int) -> dict[str, Any]:
+    """Return the content of the lock file; empty if it has none or is invalid."""
+    try:
+        content = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _rewrite(descriptor: int, content: bytes) -> None:

@@ -106,7 +106,7 @@ def run(config: Config, degrees: Degrees, world: World, signals: StopSignals, fa
     """
     hooks = on_every_rank("loading hooks", lambda: load_hooks(config))
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
-    holder = on_first_rank("locking the run directory", directory.acquire)
+    holder = on_first_rank("locking the run directory", lambda: directory.acquire(world.launch))
     try:
         on_every_rank(
             "finding the run directory",

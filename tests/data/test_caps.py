@@ -72,6 +72,20 @@ def test_a_source_is_capped_inside_a_skipped_range() -> None:
     assert [order.locate(i) for i in left] == [dataset.order.locate(i) for i in left]
 
 
+@pytest.mark.parametrize("stop", [0, 70, 80, 90, 200])
+def test_a_source_is_read_to_its_cap_without_the_skipped_samples(stop: int) -> None:
+    """A process that rolls back and one that starts later read the same samples."""
+    dataset = data({"a": 1, "b": 1}, SIZES, {"a": 1})
+    span = SkippedRange(8, 16, dataset.order.between(8, 16))
+    rolled_back = dataset.continuing(dataset.order.passing_over([span]), 8)
+    kept = [i for i in range(400) if not 8 <= i < 16]
+    sources = [rolled_back.locate(i)[0] for i in kept]
+    assert sources.count(0) == 40
+    restored = Order.restored(rolled_back.state(), seed=3).passing_over([span])
+    again = dataset.continuing(restored, stop)
+    assert [again.locate(i) for i in kept] == [rolled_back.locate(i) for i in kept]
+
+
 def test_skipped_samples_count_as_unread_epochs() -> None:
     dataset = data({"a": 1}, SIZES, {})
     dataset.most_epochs = {"a": 1.0}

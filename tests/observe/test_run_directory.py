@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 
+from forge.observe import run_directory
 from forge.observe.run_directory import RunDirectory
-from forge.runtime.errors import BAD_CONFIG, UserError
+from forge.runtime.errors import BAD_CONFIG, STOPPED, UserError
 
 HOLD = """
 import os, pathlib, subprocess, sys, time
@@ -75,47 +77,74 @@ def test_an_unopenable_lock_file_is_a_user_error(tmp_path):
         RunDirectory(tmp_path).acquire()
 
 
-def test_s6_a_second_run_is_refused_and_the_holder_is_named(tmp_path, holder):
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(run_directory, "PATIENCE_S", 0.0)
+
+
+def test_s6_a_second_run_is_refused_and_the_holder_is_named(tmp_path, holder, impatient):
     with pytest.raises(UserError) as caught:
-        RunDirectory(tmp_path).acquire(patience_s=0)
+        RunDirectory(tmp_path).acquire()
     assert caught.value.exit_code == BAD_CONFIG
     assert f"process {holder.pid} on {socket.gethostname()} since 20" in str(caught.value)
 
 
-def test_a_refused_run_leaves_the_holder_named(tmp_path, holder):
+def test_a_requeued_job_waits_for_a_rank_of_its_lost_node(tmp_path, holder, impatient, monkeypatch, caplog):
+    """Slurm requeues a job at once, but NFS notices the death of a node later."""
+    content = json.loads((tmp_path / ".lock").read_text()) | {"launch": "4711"}
+    (tmp_path / ".lock").write_text(json.dumps(content))
+    monkeypatch.setattr(run_directory, "LOST_RANK_S", 0.3)
+    with pytest.raises(UserError, match="a rank of an earlier start of this job; end that process") as caught:
+        RunDirectory(tmp_path).acquire("4711")
+    assert caught.value.exit_code == STOPPED
+    assert "waiting until process" in caplog.text
+    with pytest.raises(UserError, match="wait for that run") as caught:
+        RunDirectory(tmp_path).acquire("4712")
+    assert caught.value.exit_code == BAD_CONFIG
+    monkeypatch.setattr(run_directory, "LOST_RANK_S", 60.0)
+    timer = threading.Timer(0.3, holder.kill)
+    timer.start()
+    RunDirectory(tmp_path).acquire("4711")
+    timer.join()
+
+
+def test_a_refused_run_leaves_the_holder_named(tmp_path, holder, impatient):
     for _ in range(2):
         with pytest.raises(UserError, match=f"process {holder.pid} "):
-            RunDirectory(tmp_path).acquire(patience_s=0)
+            RunDirectory(tmp_path).acquire()
 
 
-def test_s6_a_killed_holder_is_recognised_as_stale_though_its_helpers_live(tmp_path, holder, caplog):
+def test_s6_a_killed_holder_is_recognised_as_stale_though_its_helpers_live(
+    tmp_path, holder, caplog, monkeypatch
+):
+    monkeypatch.setattr(run_directory, "PATIENCE_S", 60.0)
     holder.kill()
     with caplog.at_level(logging.WARNING):
         directory = RunDirectory(tmp_path)
-        directory.acquire(patience_s=60)
+        directory.acquire()
     assert f"process {holder.pid} " in caplog.text
     assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
-def test_a_released_directory_is_acquired_without_a_warning(tmp_path, caplog):
+def test_a_released_directory_is_acquired_without_a_warning(tmp_path, caplog, impatient):
     first = RunDirectory(tmp_path)
     first.acquire()
     first.release()
     first.release()
-    RunDirectory(tmp_path).acquire(patience_s=0)
+    RunDirectory(tmp_path).acquire()
     assert not caplog.records
 
 
 def test_a_forgotten_object_gives_its_lock_back(tmp_path, caplog):
     RunDirectory(tmp_path).acquire()
-    RunDirectory(tmp_path).acquire(patience_s=0)
+    RunDirectory(tmp_path).acquire()
     assert not caplog.records
 
 
 def test_the_end_of_the_process_is_a_release(tmp_path, caplog):
     script = HOLD.split("helpers")[0]
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
-    RunDirectory(tmp_path).acquire(patience_s=0)
+    RunDirectory(tmp_path).acquire()
     assert not caplog.records
 
 
