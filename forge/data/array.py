@@ -72,8 +72,9 @@ def map_array(path: str | Path, dtype: np.dtype, offset: int = 0, count: int | N
 class CheckedArray:
     """An `Array` in a local file, mapped into memory. The first read of each block verifies its checksum.
 
-    expected: maps a block's index to its checksum. digest: computes the checksum of bytes. Reading a changed block
-    raises UserError, naming file and block. Safe for concurrent threads.
+    expected: maps a block's index to its checksum. digest: computes the checksum of bytes. checked: whether each block has
+    been verified, bool `[blocks]`; changed in place. Reading a changed block raises UserError, naming file and block. Safe
+    for concurrent threads.
     """
 
     def __init__(
@@ -82,12 +83,13 @@ class CheckedArray:
         dtype: np.dtype,
         expected: Callable[[int], bytes],
         digest: Callable[[Any], bytes],
+        checked: np.ndarray,
     ):
         self._path, self._expected, self._digest = path, expected, digest
         self._values = map_array(path, dtype)
         self._bytes = self._values.view(np.uint8).data
         self._numbers_per_block = BLOCK_BYTES // self._values.itemsize
-        self._is_checked = np.zeros(-(-len(self._bytes) // BLOCK_BYTES), bool)
+        self._is_checked = checked
 
     def __len__(self) -> int:
         return len(self._values)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import accumulate
@@ -25,6 +27,8 @@ FORMAT = "forge-tokens"
 VERSION = 1
 START_DTYPE = np.dtype("<u8")
 DIGEST_BYTES = 8
+# Number of files of a local dataset that are open at once. A corpus may have more shards than a process may open files.
+OPEN_FILES = 256
 TokenUses = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(starts, ends) of token ranges, int64 `[n]` each -> number of samples until each range is next read, float64 `[n]`."""
 
@@ -114,7 +118,10 @@ class TokenDataset:
         self._check()
         self._cache = (cache or BlockCache()) if self.is_remote else None
         self._firsts = list(accumulate((shard.tokens for shard in self.index.shards), initial=0))
-        self._arrays: dict[str, Array] = {}
+        # The arrays used last: a local array holds an open file. Checks are remembered after the file is closed.
+        self._arrays: OrderedDict[str, Array] = OrderedDict()
+        self._checked: dict[str, np.ndarray] = {}
+        self._lock = threading.RLock()
 
     @property
     def tokens(self) -> int:
@@ -188,9 +195,13 @@ class TokenDataset:
 
     def _open(self, number: int, record: FileRecord, dtype: np.dtype) -> Array:
         """Return the content of a file of shard `number`. Blocks with checksums are verified when read."""
-        if record.name not in self._arrays:
-            self._arrays[record.name] = self._open_checked(number, record, dtype)
-        return self._arrays[record.name]
+        with self._lock:
+            if record.name not in self._arrays:
+                self._arrays[record.name] = self._open_checked(number, record, dtype)
+                while len(self._arrays) > OPEN_FILES and self._cache is None:
+                    self._arrays.popitem(last=False)  # closed when no reader uses it any more
+            self._arrays.move_to_end(record.name)
+            return self._arrays[record.name]
 
     def _open_checked(self, number: int, record: FileRecord, dtype: np.dtype) -> Array:
         path, cache = join(self.path, record.name), self._cache
@@ -202,7 +213,7 @@ class TokenDataset:
             return (
                 map_array(path, dtype)
                 if expected is None
-                else CheckedArray(path, dtype, expected, block_digest)
+                else CheckedArray(path, dtype, expected, block_digest, self._checks_of(record))
             )
         file = RemoteFile(path, record.bytes, record.sha256[:32], expected, block_digest)
         if record is self.index.shards[number].token_file:
@@ -229,12 +240,13 @@ class TokenDataset:
         A local file, or a remote file of at most one block, is verified by its SHA-256. A larger remote file is not.
         """
         if self._cache is None:
-            sums = map_array(path, dtype)
-            if hashlib.sha256(sums.view(np.uint8).data).hexdigest() != record.sha256:
+            sums, checked = map_array(path, dtype), self._checks_of(record)
+            if not checked[0] and hashlib.sha256(sums.view(np.uint8).data).hexdigest() != record.sha256:
                 raise UserError(
                     f"{path}: has another checksum than when the dataset was written, so the file was changed or is damaged; "
                     "restore it, or prepare the dataset again"
                 )
+            checked[0] = True
             return sums
         expected = (lambda _: bytes.fromhex(record.sha256)) if record.bytes <= BLOCK_BYTES else None
         file = RemoteFile(
@@ -242,6 +254,11 @@ class TokenDataset:
         )
         self._cache.next_uses[file.key] = lambda blocks: np.zeros(len(blocks))
         return RemoteArray(file, self._cache, dtype)
+
+    def _checks_of(self, record: FileRecord) -> np.ndarray:
+        """Return which blocks of a file this process has verified: bool `[blocks]`, changed in place."""
+        blocks = max(1, -(-record.bytes // BLOCK_BYTES))
+        return self._checked.setdefault(record.name, np.zeros(blocks, bool))
 
     def _need_of(self, number: int, blocks: np.ndarray) -> np.ndarray:
         """Return, for each of `blocks` in the token file of a shard, the number of samples until its next use. 0: unknown.

@@ -30,7 +30,7 @@ class Loader:
     A step reads the next `global_batch_size` samples or, with `plan_at`, the samples of its plan (see `steps_from`).
     Rank r gets the r-th contiguous part of the step's rows, so the step's samples do not depend on `ranks`. Ranges
     skipped by the dataset's order are not read. A thread prefetches `prefetch` batches. `next` raises the thread's
-    exceptions.
+    exceptions. is_stopping: see `wait_for`.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Loader:
         prefetch: int = 2,
         plan_at: Callable[[int], StepPlan] | None = None,
         tokens: int = 0,
+        is_stopping: Callable[[], bool] = lambda: False,
     ):
         assert global_batch_size % ranks == 0 and 0 <= rank < ranks
         steps = steps_from(
@@ -59,7 +60,7 @@ class Loader:
         self._ahead = max(32, self._prefetch * (global_batch_size // ranks))
         self.stall: Stall | None = None
         """The stall of the last `next`; None if it did not wait long."""
-        self._device = torch.device(device)
+        self._device, self._is_stopping = torch.device(device), is_stopping
         self._queue: queue.Queue[tuple[Batch, Order] | BaseException] = queue.Queue(self._prefetch)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="forge-loader", daemon=True)
@@ -71,7 +72,7 @@ class Loader:
     def __next__(self) -> Batch:
         if self._closed.is_set():
             raise StopIteration
-        item, self.stall = wait_for(self._queue)
+        item, self.stall = wait_for(self._queue, self._is_stopping)
         if isinstance(item, BaseException):
             self.close()
             with caused_by(Cause.DATA):

@@ -21,11 +21,14 @@ from forge.data.permutation import Permutation
 from forge.data.raw import MappedIds
 from forge.data.sources import Source
 from forge.runtime.causes import Cause
+from forge.runtime.errors import STOPPED, UserError
 from forge.runtime.files import is_url
 from forge.runtime.remote import give_up_on, waiting_for
 
 THREADS = 32
 STALL_S = 5.0
+# After a request to stop: Slurm's notice is 300 s before it kills the job.
+STOP_WAIT_S = 60.0
 _POLL_S = 0.1
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -137,13 +140,19 @@ class Stall:
     cause: str
 
 
-def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
+def wait_for(
+    batches: queue.Queue[Result], is_stopping: Callable[[], bool] = lambda: False
+) -> tuple[Result, Stall | None]:
     """Return (next item of `batches`, stall).
 
     The stall is None unless a store kept this call waiting for STALL_S seconds or more. During a stall, log the wait every
     STALL_S seconds.
+
+    is_stopping: whether the run has a request to stop. Raises UserError (exit 75) if a store still does not answer
+    STOP_WAIT_S seconds later. Without the data, the ranks cannot complete the step, so they cannot save.
     """
     began, cause = time.monotonic(), ""
+    stopping_since: float | None = None
     while True:
         try:
             batch = batches.get(timeout=STALL_S)
@@ -152,6 +161,15 @@ def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
                 cause = now
                 waited = time.monotonic() - began
                 log.warning("waiting for data for %.0f s: %s", waited, cause, extra=Cause.DATA_STALL.mark)
+                if is_stopping():
+                    stopping_since = stopping_since or time.monotonic()
+                    if time.monotonic() - stopping_since >= STOP_WAIT_S:
+                        raise UserError(
+                            f"was asked to stop, but has waited for data for {waited:.0f} s: {cause}. The steps since the "
+                            "last checkpoint are lost",
+                            STOPPED,
+                            Cause.DATA,
+                        ) from None
             continue
         return batch, Stall(time.monotonic() - began, cause) if cause else None
 

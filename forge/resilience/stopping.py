@@ -155,19 +155,27 @@ os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, aft
 class TimeLimit:
     """The time limit of a process, which must save and end within `limit_s` seconds after `began` (monotonic clock).
 
-    waits_s: the longest wait after the last save. `enter` listens to the run's phases, to measure the durations of steps
-    and evaluations.
+    waits_s: the longest wait after the last save. evaluations_s: the longest time of all evaluations after one step; `enter`
+    raises it. `enter` listens to the run's phases, to measure the durations of steps and evaluations.
     """
 
-    def __init__(self, limit_s: float, began: float, waits_s: float = 0.0):
+    def __init__(self, limit_s: float, began: float, waits_s: float = 0.0, evaluations_s: float = 0.0):
         self._limit_s, self._began, self._waits_s = limit_s, began, waits_s
+        self.evaluations_s = evaluations_s
         self._phase, self._since = "", began
+        self._evaluated_step, self._evaluated_s = -1, 0.0
         self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=10))
 
-    def enter(self, phase: str, _step: int) -> None:
-        """Call when `phase` begins and the previous phase has ended."""
+    def enter(self, phase: str, step: int) -> None:
+        """Call when `phase` of step `step` begins and the previous phase has ended."""
         now = time.monotonic()
-        self._recent[self._phase].append(now - self._since)
+        if self._phase == "evaluation":
+            self._evaluated_s += now - self._since
+            self.evaluations_s = max(self.evaluations_s, self._evaluated_s)
+        else:
+            self._recent[self._phase].append(now - self._since)
+        if phase == "evaluation" and step != self._evaluated_step:
+            self._evaluated_step, self._evaluated_s = step, 0.0
         self._phase, self._since = phase, now
 
     def near(self, save_s: float) -> bool:
@@ -175,5 +183,5 @@ class TimeLimit:
         # In the worst case a save is in flight, and the final save has to wait for it.
         saves = 2 * save_s if save_s else min(UNKNOWN_SAVE * self._limit_s, UNKNOWN_SAVE_S)
         steps = STEPS * sum(max(self._recent[phase], default=0.0) for phase in ("data", "step"))
-        reserve = saves + steps + max(self._recent["evaluation"], default=0.0) + self._waits_s
+        reserve = saves + steps + self.evaluations_s + self._waits_s
         return time.monotonic() - self._began + reserve >= self._limit_s

@@ -11,6 +11,7 @@ from forge.data.epochs import check_caps, epochs, log_epochs, log_left_out
 from forge.data.steps import mixtures_ahead
 from forge.hook import Hook, StepResult
 from forge.observe.hardware import process_age_s
+from forge.observe.json_lines import read_lines
 from forge.observe.profile import StepProfiler
 from forge.observe.trackers import PATIENCE_S, require_packages
 from forge.resilience.elastic import is_elastic
@@ -147,10 +148,19 @@ class StopBeforeTimeLimit(Hook):
         config = trainer.config
         waits_s = MIRROR_AT_STOP_S if config.checkpoint.mirror else 0.0
         waits_s += sum(PATIENCE_S for where in config.metrics.trackers.values() if where)
-        self._limit = TimeLimit(self._limit_s, launched, waits_s)
+        # Earlier processes of the run have measured evaluations that this process has not made yet.
+        events = (
+            read_lines(trainer.reporter.directory.events, "event") if trainer.reporter.world.rank == 0 else []
+        )
+        slow = (float(event["seconds"]) for event in events if event["event"] == "slow_evaluation")
+        self._known_s = max(slow, default=0.0)
+        self._limit = TimeLimit(self._limit_s, launched, waits_s, self._known_s)
         trainer.reporter.phases.listen(self._limit.enter)
 
     def after_data(self, step: int) -> None:
+        if self._limit.evaluations_s > 1.1 * self._known_s + 1.0:
+            self._known_s = self._limit.evaluations_s
+            self._trainer.reporter.event("slow_evaluation", step=step - 1, seconds=round(self._known_s, 1))
         if self._limit.near(self._saves.slowest_s):
             self._trainer.request_stop(f"resilience.time_limit_s = {self._limit_s:g} is near")
 

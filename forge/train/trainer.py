@@ -228,4 +228,5 @@ class Trainer:
             prefetch=self.config.data.prefetch,
             plan_at=self.phases.at,
             tokens=progress.tokens,
+            is_stopping=lambda: self.signals.reason is not None,
         )

@@ -1,12 +1,15 @@
 import json
+import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.data.format import TokenDataset
+from forge.data import format as format_module
+from forge.data.format import TokenDataset, block_digest
 from forge.data.integrity import check_files
 from forge.data.sources import count_windows, open_source
 from forge.runtime.errors import UserError
@@ -159,3 +162,31 @@ def test_d1_less_than_one_sequence_is_refused(tmp_path):
     assert count_windows(dataset, 31) == 1
     with pytest.raises(UserError, match=r"has 32 tokens.* 33"):
         count_windows(dataset, 32)
+
+
+def test_a_dataset_of_many_shards_opens_few_files_and_verifies_each_block_once(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(format_module, "OPEN_FILES", 4)
+    write_documents(tmp_path / "x", [10] * 20, shard_bytes=20)
+    verified: list[int] = []
+
+    def digest(data: memoryview) -> bytes:
+        verified.append(len(data))
+        return block_digest(data)
+
+    monkeypatch.setattr(format_module, "block_digest", digest)
+    dataset = TokenDataset(tmp_path / "x")
+    assert len(dataset.index.shards) == 20
+    for _ in range(3):
+        for start in range(0, 200, 10):
+            assert np.array_equal(dataset.read(start, 10), np.arange(start, start + 10))
+            assert not dataset.document_ids(start, 10).any()
+        assert len(open_files(tmp_path)) <= 4 + 1
+    assert len(verified) == 2 * 20
+
+
+def open_files(folder: Path) -> list[str]:
+    """Return the files of `folder` that this process has open or has mapped."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = {line.split()[-1] for line in maps if str(folder) in line}
+    opened = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    return sorted(mapped | {path for path in opened if str(folder) in path})

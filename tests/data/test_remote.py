@@ -1,5 +1,6 @@
 import errno
 import os
+import queue
 import shutil
 import socket
 import threading
@@ -19,7 +20,7 @@ from forge.data.loader import Loader
 from forge.data.permutation import Permutation
 from forge.data.raw import MegatronTokens, RawTokens
 from forge.runtime import remote
-from forge.runtime.errors import UserError
+from forge.runtime.errors import STOPPED, UserError
 from forge.runtime.private import MARKER
 from forge.runtime.remote import BLOCK_BYTES, RemoteFile, find_objects
 from tests.support.megatron import Written
@@ -404,6 +405,19 @@ def test_d5_closing_a_loader_does_not_wait_for_a_hanging_store(store, tmp_path) 
     loader.close()
     gate.set()
     assert not late
+
+
+def test_d5_a_run_asked_to_stop_does_not_wait_for_ever(monkeypatch) -> None:
+    """It exits with 75 before Slurm kills the job, because a killed job is not requeued."""
+    monkeypatch.setattr(read_ahead, "STALL_S", 0.01)
+    monkeypatch.setattr(read_ahead, "STOP_WAIT_S", 0.1)
+    monkeypatch.setattr(read_ahead, "waiting_for", lambda: "s3://bucket/key: a timeout")
+    batches: queue.Queue[int] = queue.Queue()
+    with pytest.raises(UserError, match="waited for data for 0 s: s3://bucket/key: a timeout") as caught:
+        read_ahead.wait_for(batches, lambda: True)
+    assert caught.value.exit_code == STOPPED
+    threading.Timer(0.3, lambda: batches.put(1)).start()
+    assert read_ahead.wait_for(batches)[0] == 1
 
 
 def test_a_thread_asked_to_stop_makes_no_further_attempt(monkeypatch) -> None:

@@ -201,8 +201,8 @@ def stops_at(limit: TimeLimit, clock: list[float], save_s: float) -> float:
 def after(clock: list[float], *phases: tuple[str, float], waits_s: float = 0.0) -> TimeLimit:
     clock[0] = 100.0
     limit = TimeLimit(1000.0, began=clock[0], waits_s=waits_s)
-    for phase, seconds in phases:
-        limit.enter(phase, 0)
+    for step, (phase, seconds) in enumerate(phases):
+        limit.enter(phase, step // 2)
         clock[0] += seconds
     limit.enter("end", 0)
     return limit
@@ -213,6 +213,18 @@ def test_time_is_reserved_for_two_saves_some_steps_and_an_evaluation(clock) -> N
     assert stops_at(after(clock, ("data", 1.0), ("step", 9.0)), clock, save_s=100.0) == 100 + 800 - 3 * 10
     assert stops_at(after(clock, ("step", 0.0), ("evaluation", 50.0)), clock, save_s=100.0) == 100 + 750
     assert stops_at(after(clock, ("step", 0.0), waits_s=50.0), clock, save_s=100.0) == 100 + 750
+
+
+def test_the_longest_evaluation_is_reserved_for_ever(clock) -> None:
+    """Held-out losses, samples and tasks after one step count together."""
+    slow = [("evaluation", 10.0), ("evaluation", 60.0)]
+    quick = [("step", 1.0), ("evaluation", 2.0)] * 20
+    limit = after(clock, *slow, *quick)
+    assert limit.evaluations_s == 70.0
+    assert stops_at(limit, clock, save_s=100.0) == 100 + 800 - 3 - 70
+    # Known from an earlier process.
+    clock[0] = 100.0
+    assert stops_at(TimeLimit(1000.0, 100.0, evaluations_s=70.0), clock, save_s=100.0) == 100 + 730
 
 
 def test_before_the_first_save_a_share_of_the_limit_is_reserved_ten_minutes_at_most(clock) -> None:
