@@ -223,12 +223,16 @@ class Mirror:
 
 
 def restore(
-    url: str, root: Path, after: int = -1, is_abandoned: Callable[[Path], bool] = lambda _: False
+    url: str,
+    root: Path,
+    after: int = -1,
+    is_abandoned: Callable[[Path], bool] = lambda _: False,
+    copied: Callable[[], None] = lambda: None,
 ) -> int | None:
     """Copy the newest checkpoint of a step after `after` from the mirror at `url` into `root`.
 
     Return its step, or None if the mirror has none. is_abandoned: whether a copied folder is of a branch that the run has
-    left; such copies are passed over.
+    left; such copies are passed over. copied: called after each file, perhaps by several threads at once.
 
     An incomplete or damaged copy is logged as an error and skipped. The mirror is not changed. Raises UserError with exit
     code 77 if no copy is usable. Raises UserError with exit code 1 if the store does not answer or `root` has too little
@@ -241,7 +245,7 @@ def restore(
         log.warning("restoring step %d from %s into %s", step, source, root, extra=Cause.NOTE.mark)
         partial = folders.start_partial(root, step)
         try:
-            _fetch(source, partial)
+            _fetch(source, partial, copied)
         except Damaged as error:
             shutil.rmtree(partial, ignore_errors=True)
             log.error("%s cannot be used: %s", source, error, extra=Cause.MIRROR_FAILED.mark)
@@ -292,7 +296,7 @@ def copied_steps(url: str) -> list[int]:
     return steps
 
 
-def _fetch(source: str, folder: Path) -> None:
+def _fetch(source: str, folder: Path, copied: Callable[[], None]) -> None:
     """Fill `folder` from the copy at `source`. Raises Damaged if the copy differs from the saved checkpoint."""
     try:
         (folder / MANIFEST).write_bytes(read_whole(join(source, MANIFEST)))
@@ -318,6 +322,7 @@ def _fetch(source: str, folder: Path) -> None:
             os.fsync(file.fileno())
         if digest.hexdigest() != expected[name]["sha256"]:
             raise Damaged(f"{url} differs from its saved content")
+        copied()
 
     _each(get, list(expected), threading.Event())
 

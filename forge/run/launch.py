@@ -202,7 +202,7 @@ def _train(
 
     kept, folder = config.checkpoint, directory.checkpoints
     checkpoints = Checkpoints(folder, keep_last=kept.keep_last, keep_every=kept.keep_every, mode=kept.mode)
-    restore_lost(config, checkpoints, directory, earlier)
+    restore_lost(config, checkpoints, directory, earlier, reporter)
     tiers = Tiers(config, checkpoints, directory)
     start = tiers.find_start(earlier, reporter)
     point = start.point

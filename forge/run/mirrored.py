@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import TypeVar
 
 from forge.checkpoint import Checkpoints, folders
 from forge.checkpoint.folders import remove_links, steps
@@ -24,6 +28,7 @@ from forge.runtime.remote import filesystem_of, join
 from forge.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 # Seconds that a stopped run waits for the mirror.
 MIRROR_AT_STOP_S = 20
@@ -40,7 +45,9 @@ def mirror_url(config: Config) -> str:
     return join(config.checkpoint.mirror, config.run.name)
 
 
-def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> None:
+def restore_lost(
+    config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier, reporter: Reporter
+) -> None:
     """If the run directory has no checkpoint, also no damaged one, restore the newest mirrored checkpoint. Collective.
 
     First remove the links that an earlier process has left.
@@ -50,16 +57,13 @@ def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirecto
     """
     folder = checkpoints.folder
 
-    def bring() -> None:
-        remove_links(folder)
-        if not config.checkpoint.mirror:
-            return
+    def bring(copied: Callable[[], None]) -> None:
         url = mirror_url(config)
         filesystem_of(url)  # report an invalid URL now, not at the first save
         new_because = new_history_because(config, directory, earlier.finished)
         # `find_start` handles a folder with a damaged checkpoint.
         if new_because is None and folders.is_empty(folder):
-            restore(url, folder, is_abandoned=_left_by_a_rollback(directory))
+            restore(url, folder, is_abandoned=_left_by_a_rollback(directory), copied=copied)
         elif new_because is not None and (copies := copied_steps(url)):
             raise UserError(
                 f"checkpoint.mirror = {url}: has checkpoints {copies} of an earlier run under this name. This run would "
@@ -67,7 +71,39 @@ def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirecto
                 'checkpoint.mirror, or continue the earlier run with checkpoint.resume = "auto"'
             )
 
-    on_first_rank("restoring the mirror", bring)
+    on_first_rank("removing links", lambda: remove_links(folder))
+    if config.checkpoint.mirror:
+        _watched(bring, reporter)
+
+
+def _watched(bring: Callable[[Callable[[], None]], Result], reporter: Reporter) -> Result:
+    """Return the result of `bring` on the first rank. Collective.
+
+    bring: called with a function that counts a restored file. Each file renews the watchdog's limit on every rank, because a
+    large checkpoint may take hours.
+    """
+    purpose, files, renewed = "restoring the mirror", Counter[str](), 0
+    restoring: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            restoring.set_result(bring(lambda: files.update(["copied"])))
+        except BaseException as error:
+            restoring.set_exception(error)
+
+    def look() -> tuple[bool, int]:
+        wait([restoring], LOOK_S)
+        return restoring.done(), files.total()
+
+    if reporter.world.rank == 0:
+        threading.Thread(target=work, name="forge-restore", daemon=True).start()
+    complete = False
+    while not complete:
+        complete, copied = on_first_rank(purpose, look)
+        if copied > renewed:
+            renewed = copied
+            reporter.phases.renew()
+    return on_first_rank(purpose, restoring.result)
 
 
 def _left_by_a_rollback(directory: RunDirectory) -> Callable[[Path], bool]:
@@ -75,17 +111,19 @@ def _left_by_a_rollback(directory: RunDirectory) -> Callable[[Path], bool]:
     return lambda checkpoint: is_abandoned(checkpoint, read_rollbacks(directory))
 
 
-def restore_newer(config: Config, checkpoints: Checkpoints, directory: RunDirectory) -> bool:
+def restore_newer(
+    config: Config, checkpoints: Checkpoints, directory: RunDirectory, reporter: Reporter
+) -> bool:
     """Restore the newest mirrored checkpoint that is newer than every checkpoint in the run directory. Collective.
 
     Return whether there was one. Without this, the mirror would forget the copies of damaged checkpoints.
     """
 
-    def bring() -> bool:
+    def bring(copied: Callable[[], None]) -> bool:
         folder = checkpoints.folder
         newest = max(steps(folder), default=-1)
         try:
-            step = restore(mirror_url(config), folder, newest, _left_by_a_rollback(directory))
+            step = restore(mirror_url(config), folder, newest, _left_by_a_rollback(directory), copied)
         except UserError as error:
             if newest < 0 and error.exit_code != NO_CHECKPOINT:
                 raise  # there is no other checkpoint, so wait for the store
@@ -94,7 +132,7 @@ def restore_newer(config: Config, checkpoints: Checkpoints, directory: RunDirect
             return False
         return step is not None
 
-    return bool(config.checkpoint.mirror) and on_first_rank("restoring the mirror", bring)
+    return bool(config.checkpoint.mirror) and _watched(bring, reporter)
 
 
 def finish_mirror(

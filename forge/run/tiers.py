@@ -89,7 +89,7 @@ class Tiers:
 
         start, damaged = find(), checkpoints.fallbacks
         if replaced is None and (damaged or isinstance(start, UserError)):
-            if restore_newer(self._config, checkpoints, self._directory):
+            if restore_newer(self._config, checkpoints, self._directory, reporter):
                 start = find()
                 checkpoints.fallbacks = [*damaged, *checkpoints.fallbacks]
             if damaged:

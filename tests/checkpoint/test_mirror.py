@@ -1,6 +1,7 @@
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +120,29 @@ def test_a_finished_run_waits_for_its_copy_and_renews_the_limit_with_each_file(t
     # With the first look, and then with each of three files: the manifest comes last, alone.
     assert renewed[0] == 0 and renewed[-1] == 3 and renewed == sorted(set(renewed))
     assert json.loads((tmp_path / "bucket" / "run" / "mirror.json").read_text())["steps"] == [20]
+
+
+def test_each_restored_file_renews_the_limit(tmp_path, monkeypatch) -> None:
+    """A checkpoint of many terabytes takes longer than the limit of the set-up."""
+    copied(tmp_path, 20)
+    monkeypatch.setattr(mirrored, "LOOK_S", 0.01)
+    monkeypatch.setattr(mirrored, "on_first_rank", lambda _purpose, work: work())
+    renewed: list[int] = []
+    phases = SimpleNamespace(renew=lambda: renewed.append(1))
+    reporter: Any = SimpleNamespace(world=SimpleNamespace(rank=0), phases=phases)
+
+    def bring(count: Callable[[], None]) -> int | None:
+        def counted() -> None:
+            before = len(renewed)
+            count()
+            wait_for(lambda: len(renewed) > before, 20)
+
+        return restore(url(tmp_path), tmp_path / "new", copied=counted)
+
+    assert mirrored._watched(bring, reporter) == 20
+    assert renewed
+    with pytest.raises(UserError, match="is a test"):
+        mirrored._watched(lambda _: (_ for _ in ()).throw(UserError("is a test")), reporter)
 
 
 @pytest.mark.parametrize("reason", ["no file for too long", "a request to stop"])
