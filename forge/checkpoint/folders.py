@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from forge.checkpoint.manifest import MANIFEST
@@ -129,17 +130,29 @@ def remove_links(root: Path) -> None:
         _remove(path)
 
 
+def milestones(steps: Iterable[int], keep_every: int) -> set[int]:
+    """Return the first of `steps` at or after each multiple of `keep_every` (0: none), up to the next multiple.
+
+    With time-based saves, few steps are multiples.
+    """
+    first: dict[int, int] = {}
+    for step in sorted(steps) if keep_every else ():
+        first.setdefault(step // keep_every, step)
+    return {step for multiple, step in first.items() if multiple > 0 or step == 0}
+
+
 def prune(root: Path, keep_last: int, keep_every: int, step: int = -1) -> None:
-    """Remove old checkpoints. Keep the newest `keep_last` (0: all), steps divisible by `keep_every` (0: none), and links.
+    """Remove old checkpoints. Keep the newest `keep_last` (0: all), the `milestones` of `keep_every`, and links.
 
     step: the last saved step, for fault injection. Raises OSError if a manifest cannot be removed.
     """
     if keep_last == 0:
         return
     fault_point("save.before_prune", step)
-    kept = steps(root)[-keep_last:]
+    complete = steps(root)
+    kept, milestone = complete[-keep_last:], milestones(complete, keep_every)
     for old in steps(root, complete=False):
-        if not kept or old >= kept[0] or (keep_every and old % keep_every == 0):
+        if not kept or old >= kept[0] or old in milestone:
             continue
         path, removed = root / step_name(old), _unused(root / f".pruned-{step_name(old)}")
         if path.is_symlink():

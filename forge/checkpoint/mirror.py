@@ -47,7 +47,7 @@ class Mirror:
     """Copies checkpoints of `root` to `url` in the background. Only one process may copy to `url`.
 
     Methods return at once unless their docstring says otherwise. The store keeps the newest `keep_last` checkpoints (0:
-    all) and steps divisible by `keep_every` (0: none). A failed copy is logged and not repeated; the next checkpoint is
+    all) and the milestones of `keep_every` (0: none). A failed copy is logged and not repeated; the next checkpoint is
     copied as usual.
     """
 
@@ -161,7 +161,8 @@ class Mirror:
         put(MANIFEST)
         steps = sorted({*self._known(), step})
         newest = steps[-self._keep_last :] if self._keep_last else steps
-        kept = [one for one in steps if one in newest or (self._keep_every and one % self._keep_every == 0)]
+        milestone = folders.milestones(steps, self._keep_every)
+        kept = [one for one in steps if one in newest or one in milestone]
         self._write(kept)
         log.info("copied the checkpoint of step %d to %s", step, target)
         for old in set(steps) - set(kept):

@@ -51,8 +51,8 @@ class Checkpoints:
     """The checkpoints in `folder`. Methods are collective over all ranks unless their docstring says otherwise.
 
     mode: "async" writes in a background thread while training continues, "sync" before `save` returns. keep_last:
-    number of newest checkpoints to keep (0: all). keep_every: also keep steps divisible by this number (0: none).
-    group: gloo group of all ranks for the main thread; made if None. write: function that writes one checkpoint.
+    number of newest checkpoints to keep (0: all). keep_every: also keep the `milestones` of this number (0: none). group:
+    gloo group of all ranks for the main thread; made if None. write: function that writes one checkpoint.
     """
 
     def __init__(

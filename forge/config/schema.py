@@ -177,7 +177,7 @@ class Checkpoint(Section):
     keep_last: Count = 3
     """Number of newest checkpoints to keep. 0: keep all."""
     keep_every: Count = 0
-    """Never remove checkpoints at multiples of this step. 0: off."""
+    """Never remove the first checkpoint at or after each multiple of this number of steps. 0: off."""
     mode: Literal["async", "sync"] = "async"
     """async: write in the background while training continues; sync: wait."""
     mirror: str = ""

@@ -166,10 +166,21 @@ def choose_layout(command: CommandLine, config: Config, world_size: int) -> tupl
 
 
 def _with(command: CommandLine, text: str) -> Config:
-    """Return the configuration of `command` with the overrides in `text` appended. Raises UserError."""
-    pairs = (override.partition("=") for override in text.split())
+    """Return the configuration of `command` with the overrides in `text` appended. Raises UserError.
+
+    If the overrides set train.micro_batch_size, phases have at most this number of sequences in a microbatch.
+    """
+    pairs = [override.partition("=") for override in text.split()]
     raw = (*command.raw, *((key, value) for key, _, value in pairs))
     try:
-        return load_command(replace(command, raw=raw))
+        config = load_command(replace(command, raw=raw))
+        if not any(key == "train.micro_batch_size" for key, *_ in pairs):
+            return config
+        most = config.train.micro_batch_size
+        phases = [
+            phase.model_copy(update={"micro_batch_size": min(phase.micro_batch_size or most, most)})
+            for phase in config.phase
+        ]
+        return config.model_copy(update={"phase": tuple(phases)})
     except UserError as error:
         raise UserError(f'parallel.fallbacks, "{text}": {error}') from None

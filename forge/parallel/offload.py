@@ -64,6 +64,11 @@ class HostMemory:
         """Let a later `take` return `buffer`."""
         self._free[buffer.nbytes].append(buffer)
 
+    def forget(self) -> None:
+        """Release all free buffers, because later storages have other sizes."""
+        self._free.clear()
+        compat.release_pinned_memory()
+
     def copy(self, pairs: Iterable[tuple[Any, Any]]) -> torch.cuda.Event | None:
         """Copy the second tensor of each pair into the first, after the work issued so far. Return an event for `wait`."""
         if self._stream is None:
@@ -223,6 +228,11 @@ class Offload:
     def __init__(self) -> None:
         self.memory: HostMemory | None = None
         self._latest: SavedBlock | None = None
+
+    def forget(self) -> None:
+        """Release the free host buffers. Call between steps, before activations of other sizes are offloaded."""
+        if self.memory is not None:
+            self.memory.forget()
 
     def wrap(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return `forward`, a forward of `module`, wrapped to offload the tensors that autograd saves in it."""

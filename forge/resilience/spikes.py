@@ -30,8 +30,9 @@ class SpikeWindow:
     """Loss and gradient norm of the latest steps; part of the training state.
 
     Limits derive from the median and the median absolute deviation. A spike in the window therefore does not hide another
-    spike, and a lasting new level becomes the median. Non-finite numbers are left out. The limits of step n use
-    only steps up to n - 2. When step n is launched, every rank has the results of these steps, even just after a resume.
+    spike. Skipped steps are not in the window, so it cannot follow a lasting new level: a phase with another mixture or
+    length clears it. Non-finite numbers are left out. The limits of step n use only steps up to n - 2. When step n is
+    launched, every rank has the results of these steps, even just after a resume.
     """
 
     size: int = 128
@@ -44,6 +45,10 @@ class SpikeWindow:
             self.entries.append((step, loss, grad_norm))
             # Keep one more than `size`, because `limits` may leave the latest step out.
             del self.entries[: -self.size - 1]
+
+    def clear(self) -> None:
+        """Forget all steps, because later steps may have another loss for a good reason."""
+        self.entries = []
 
     def limits(self, step: int) -> Limits:
         """Return the limits of `step`; infinite until half of the window is filled."""

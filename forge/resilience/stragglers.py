@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from statistics import fmean, median, median_low
 from typing import Any
@@ -56,10 +57,12 @@ class Stragglers(Hook):
         self._timing_forward = False
         self._drain_after, self._slow_in_a_row = config.drain_stragglers, 0
         self._gathering: tuple[int, torch.Tensor, dist.Work | None] | None = None
-        blocks = [block for part in parts for block in part.layers.values()]
+        blocks = [(int(layer), block) for part in parts for layer, block in part.layers.items()]
+        self._layer = -1
         if blocks:  # a pipeline stage may have no blocks
-            blocks[-1].register_forward_pre_hook(self._begin_forward)
-            blocks[-1].register_forward_hook(self._end_forward)
+            self._layer, block = blocks[-1]
+            block.register_forward_pre_hook(self._begin_forward)
+            block.register_forward_hook(self._end_forward)
 
     def before_data(self, step: int) -> None:
         self._timing_forward = True
@@ -94,6 +97,7 @@ class Stragglers(Hook):
             median(forward or [0.0]),
             median(optimizer or [0.0]),
             median(self._step_s),
+            self._layer,
         ]
         of_all = torch.empty(dist.get_world_size() * len(mine), dtype=torch.float64)
         work = compat.all_gather_into(of_all, torch.tensor(mine, dtype=torch.float64))
@@ -168,22 +172,29 @@ def slow_ranks(table: Sequence[Sequence[float]], factor: float) -> list[tuple[in
     """Return (rank, phase, the rank's seconds, the median rank's seconds) for each straggler.
 
     A straggler's delay is its time minus the median rank's. The delay makes the step more than `factor` times as long,
-    and is longer than LEAST_S. table: for each rank, the seconds of data, forward, optimizer and whole step.
+    and is longer than LEAST_S. table: for each rank, the seconds of data, forward, optimizer and whole step, and the number
+    of the timed layer.
 
     The forward of one block represents all computation: a rank's delay of a fraction f of this forward counts as a
-    delay of f times the step. A forward of 0 means that the rank has timed no forward.
+    delay of f times the step. Only ranks with the same layer are compared, because layers differ. A forward of 0 means that
+    the rank has timed no forward.
     """
     step_s = median_low([row[len(PHASES)] for row in table])
     least = max((1 - 1 / factor) * step_s, LEAST_S)
     found = []
     for place, phase in enumerate(PHASES):
-        timed = [row[place] for row in table if row[place] or phase != "forward"]
-        if not timed:
-            continue
-        usual = median_low(timed)
+        alike: dict[float, list[int]] = defaultdict(list)
         for rank, row in enumerate(table):
-            more = row[place] - usual
-            lost = more * step_s / row[place] if more > 0 and phase == "forward" else more
-            if lost > least:
-                found.append((rank, phase, row[place], usual))
-    return found
+            if phase != "forward":
+                alike[0].append(rank)
+            elif row[place]:
+                alike[row[-1]].append(rank)
+        for ranks in alike.values():
+            usual = median_low([table[rank][place] for rank in ranks])
+            for rank in ranks:
+                seconds = table[rank][place]
+                more = seconds - usual
+                lost = more * step_s / seconds if more > 0 and phase == "forward" else more
+                if lost > least:
+                    found.append((rank, phase, seconds, usual))
+    return sorted(found, key=lambda one: (PHASES.index(one[1]), one[0]))

@@ -133,6 +133,8 @@ class Watchdog:
         began, (before, _, since, _) = time.monotonic(), self._phase
         if before == "step":
             self._steps.append(began - since)
+        if phase == "first step":
+            self._steps.clear()  # later steps may be much longer than those before
         seconds = self._bounds.get(phase, (0.0, ""))[0]
         if phase == "step":
             seconds = step_bound(seconds, self._steps)

@@ -210,8 +210,10 @@ def _train(
     for fallback in checkpoints.fallbacks:
         reporter.event(Cause.FALLBACK, problem=fallback)
     data = open_data(config)
+    changes: list[str] = []
     if point is not None:
-        for change in check_data(point.path, point.state["inputs"], data.fingerprints, config):
+        changes = check_data(point.path, point.state["inputs"], data.fingerprints, config)
+        for change in changes:
             reporter.event(Cause.CHANGED_DATA, change=change)
         # A node-local state of the last step is still to be saved as a checkpoint, by `Saves`.
         if point.step >= config.train.steps and point.fetch is None:
@@ -232,6 +234,8 @@ def _train(
     trainer = Trainer(config, degrees, data, reporter, signals)
     history = History(trainer, checkpoints)
     history.load(start)
+    if changes:
+        trainer.progress.spikes.clear()  # other data have another loss
 
     def load_hooks_state() -> list[Hook]:
         made = make_hooks(trainer, checkpoints, hooks, tiers, earlier.restarted)

@@ -189,7 +189,7 @@ def _mirror(config: Config, checkpoints: Checkpoints) -> Mirror:
 
 
 def _copy_newest(mirror: Mirror, checkpoints: Checkpoints, step: int) -> None:
-    """Copy the run's newest checkpoint up to `step`, if any, unless it has a copy. A killed run may have left none."""
+    """Copy the run's newest checkpoint up to `step`, if any, unless it has a copy: a killed run may not have copied it."""
     saved = [one for one in steps(checkpoints.folder) if one <= step]
     if saved:
         mirror.copy(max(saved), if_missing=True)

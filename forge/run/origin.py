@@ -197,7 +197,7 @@ def _changed_settings(config: Config, directory: RunDirectory) -> str:
         if saved:
             raise _unknown_settings(directory, "is refused by this version of forge") from None
         return "config.toml, which this version of forge refuses"
-    return ", ".join(key for key, *_ in difference(before, config) if _matters(key))
+    return ", ".join(key for key, old, new in difference(before, config) if _matters(key, old, new))
 
 
 def _unknown_settings(directory: RunDirectory, problem: str) -> UserError:
@@ -210,13 +210,22 @@ def _unknown_settings(directory: RunDirectory, problem: str) -> UserError:
     )
 
 
-def _matters(key: str) -> bool:
-    """Return whether another value of `key` begins a new history under `checkpoint.resume = "none"`.
+def _matters(key: str, old: Any, new: Any) -> bool:
+    """Return whether the change of `key` from `old` to `new` begins a new history under `checkpoint.resume = "none"`.
 
     The size of microbatches does not change the curve, and `parallel.fallbacks` may set it after the loss of a node.
     """
     if key == "train.micro_batch_size":
         return False
+    if key == "phase":
+        tables = [
+            [
+                {name: one for name, one in phase.items() if name != "micro_batch_size"}
+                for phase in phases or ()
+            ]
+            for phases in (old, new)
+        ]
+        return tables[0] != tables[1]
     return key.partition(".")[0] in SETTINGS or key in ("run.seed", "checkpoint.init")
 
 

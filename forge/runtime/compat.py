@@ -219,6 +219,13 @@ class _Same(torch.autograd.Function):
         return grad
 
 
+def release_pinned_memory() -> None:
+    """Return PyTorch's unused pinned host memory to the system, if this version of PyTorch can."""
+    release = getattr(torch._C, "_host_emptyCache", None)
+    if release is not None and torch.cuda.is_available():
+        release()
+
+
 def keep_buffers_of_compiled_backward() -> None:
     """Make retain_graph=True work for backwards through compiled functions, e.g. flex_attention.
 

@@ -11,6 +11,7 @@ from forge.hook import Hook
 from forge.model import flops_per_token
 from forge.optim import Optimizer
 from forge.parallel.build import build_meta_model
+from forge.parallel.offload import offloads
 from forge.runtime.errors import UserError
 from forge.train.trainer import Trainer
 
@@ -40,6 +41,9 @@ class PhaseChanges(Hook):
         if plan is before:
             return
         trainer.model.micro_batch_size = plan.micro_batch_size
+        if before is not None and _sizes(plan) != _sizes(before):
+            for offload in (one for part in trainer.model.parts for one in offloads(part)):
+                offload.forget()
         apply_plan(plan, before, [*trainer.model.parts, self._whole], trainer.optimizer)
         if before is None or (plan.tokens, plan.sliding_window) != (before.tokens, before.sliding_window):
             trainer.metrics.set_step(plan.tokens, flops_per_token(self._whole, plan.seq_len))
@@ -51,6 +55,10 @@ class PhaseChanges(Hook):
 
     def after_rollback(self, step: int) -> None:
         self._last = None
+
+
+def _sizes(plan: StepPlan) -> tuple[int, int]:
+    return plan.micro_batch_size, plan.seq_len
 
 
 def apply_plan(plan: StepPlan, before: StepPlan | None, models: Iterable[Any], optimizer: Optimizer) -> None:

@@ -109,6 +109,9 @@ class Trainer:
     def _prepare_change(self) -> None:
         """Prepare a step that has other sizes or windows than the step before, because a phase begins. Collective."""
         plan, before = self.plan, self._previous
+        step, tokens = self.progress.step, self.progress.tokens
+        if before is None and step:
+            before = self.phases.ended_at(step, tokens)
         if before is not None and plan is not before:
             kinds = {
                 (one.micro_batch_size, one.seq_len, one.sliding_window, one.document_mask)
@@ -117,7 +120,16 @@ class Trainer:
             if len(kinds) > 1:
                 # A skipped step is computed again. This needs the model with the sizes and windows of that step.
                 self.process_last_result()
-                self.reporter.phases.may_compile(self.progress.step + 1)
+                self.reporter.phases.may_compile(step + 1)
+            levels = {
+                (one.seq_len, one.weights, one.sliding_window, one.document_mask) for one in (before, plan)
+            }
+            if len(levels) > 1:
+                self.progress.spikes.clear()  # the loss may change its level
+            if plan.tokens > 2 * before.tokens:
+                self.reporter.phases.may_compile(
+                    step + 1
+                )  # the watchdog's limit for the old steps is too short
         self._previous = plan
 
     def step(self) -> None:
@@ -217,6 +229,7 @@ class Trainer:
 
     def open_data(self) -> None:
         """Open this data rank's batches at `progress`. The config's mixture applies from this position."""
+        self._previous = None
         dataset, progress = self.data.dataset, self.progress
         self.batches = Loader(
             dataset.following(progress.order),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from forge.checkpoint import Checkpoints, commit, read_config, read_state
-from forge.checkpoint.folders import prune
+from forge.checkpoint.folders import milestones, prune
 from forge.checkpoint.manifest import read_manifest
 from forge.checkpoint.staging import Stager, blocks_for
 from forge.shard import Shard
@@ -97,6 +97,16 @@ def save_steps(rank: int, world: int, folder: str, keep_last: int, keep_every: i
     checkpoints = Checkpoints(Path(folder), keep_last=keep_last, keep_every=keep_every, mode="sync")
     for step in range(1, 8):
         save_value(checkpoints, step)
+
+
+@pytest.mark.parametrize(
+    ("keep_every", "kept"),
+    [(0, []), (1000, [1000, 2500, 4000]), (1500, [1999, 4000]), (10_000, [])],
+)
+def test_time_based_saves_keep_the_first_checkpoint_after_each_multiple(
+    keep_every: int, kept: list[int]
+) -> None:
+    assert sorted(milestones([400, 1000, 1999, 2500, 2900, 4000, 4400], keep_every)) == kept
 
 
 @pytest.mark.parametrize(

@@ -334,3 +334,14 @@ def test_tensor_parallelism_offloads_no_weights(sequence: str) -> None:
     )
     # A rank saves a part of every tensor, and the gathered inputs of products.
     assert all(alone / 2 < rank for rank in ranks)
+
+
+def test_buffers_of_earlier_sizes_are_released() -> None:
+    """A phase with other sizes offloads other storages."""
+    memory = HostMemory(CPU)
+    first = memory.take(1000)
+    memory.give_back(first)
+    assert memory.take(1000) is first
+    memory.give_back(first)
+    memory.forget()
+    assert memory.take(1000) is not first

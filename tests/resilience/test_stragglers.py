@@ -4,8 +4,8 @@ import pytest
 
 from forge.resilience.stragglers import LEAST_S, slow_ranks
 
-# data, forward, optimizer, whole step
-USUAL = [0.01, 0.1, 0.05, 1.0]
+# data, forward, optimizer, whole step, timed layer
+USUAL = [0.01, 0.1, 0.05, 1.0, 3]
 
 
 def but(**values: float) -> list[float]:
@@ -29,6 +29,14 @@ def test_h2_a_rank_is_named_with_each_phase_delaying_the_others() -> None:
 def test_only_the_slow_rank_is_named_at_any_world_size(world: int) -> None:
     table = [USUAL] * (world - 1) + [but(forward=0.2)]
     assert [rank for rank, *_ in slow_ranks(table, 1.3)] == [world - 1]
+
+
+def test_the_forwards_of_different_layers_are_not_compared() -> None:
+    """E.g. pipeline stages whose last blocks are a sliding window and full attention."""
+    full = [*but(forward=0.4)[:-1], 7]
+    slow = [*but(forward=0.9)[:-1], 7]
+    assert slow_ranks([USUAL, USUAL, full, full], 1.3) == []
+    assert slow_ranks([USUAL, USUAL, full, slow, full], 1.3) == [(3, "forward", 0.9, 0.4)]
 
 
 def test_a_hidden_delay_is_not_reported() -> None:

@@ -51,11 +51,19 @@ with Watchdog(bounds, Path(folder), 3, report, grace_s=grace, data_waited=waited
         dog.enter("short", 4)
         time.sleep(0.1)
         ctypes.PyDLL(None).sleep(3600)  # unlike CDLL it keeps the interpreter's lock
-    elif how in ("in a step", "waiting for data"):
+    elif how in ("in a step", "waiting for data", "in a phase of longer steps"):
         for step in range(4, 100):
             dog.enter("step", step)
             clock.now += 0.5
-        buried_in_python()
+        if how == "in a phase of longer steps":
+            dog.enter("first step", 100)
+            clock.now += 60
+            for step in range(101, 104):
+                dog.enter("step", step)
+                clock.now += 60
+                time.sleep(0.2)
+        else:
+            buried_in_python()
     elif how == "words hang":
         buried_in_python()
 print("out", flush=True)
@@ -85,6 +93,11 @@ def test_a_step_may_take_a_multiple_of_earlier_steps(tmp_path) -> None:
     assert ended.code == WATCHDOG
     reason = "step of step 99 has taken 60.5 s; the limit is 10 s, from the median of the last steps (at most k.step = 1000)"
     assert reason in ended.out
+
+
+def test_the_limit_is_not_that_of_earlier_shorter_steps(tmp_path) -> None:
+    """A phase may make a step many times longer."""
+    assert run(tmp_path, "in a phase of longer steps").code == 0
 
 
 def test_the_limit_of_a_step_counts_from_the_end_of_another_ranks_wait_for_data(tmp_path) -> None:

@@ -1,8 +1,16 @@
 """A phase's changes to the model, in this process."""
 
-from forge.config import Phases, parse_toml_text
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from forge.config import Phases, StepPlan, parse_toml_text
+from forge.resilience.spikes import SpikeWindow
 from forge.tools.verify.plain import plain_model
 from forge.train.phases import apply_plan
+from forge.train.trainer import Trainer
 from tests.support.equivalence import tiny_config
 
 PATTERN = """
@@ -23,3 +31,33 @@ def test_a_window_applies_only_to_sliding_window_layers() -> None:
     apply_plan(Phases(config).at(0), None, [model], object())
     assert before[1] == 24
     assert [block.attention.window for block in model.layers.values()] == [before[0], 8, before[2]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "clears", "new_limit"),
+    [
+        ({}, False, False),
+        ({"lr": 0.5}, False, False),
+        ({"weights": (1.0, 2.0)}, True, False),
+        ({"seq_len": 16, "global_batch_size": 32}, True, True),
+        ({"global_batch_size": 16}, False, False),
+        ({"global_batch_size": 24}, False, True),
+    ],
+)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_phase_forgets_the_level_of_the_loss_and_the_duration_of_steps(
+    changes: dict[str, Any], clears: bool, new_limit: bool, restarted: bool
+) -> None:
+    """Otherwise all its steps may be spikes, or its longer steps may exceed the watchdog's limit for the old ones."""
+    before: StepPlan = Phases(parse_toml_text(tiny_config())).at(0)
+    spikes, compiled = SpikeWindow(entries=[(step, 1.0, 1.0) for step in range(9)]), []
+    trainer: Any = SimpleNamespace(
+        plan=replace(before, **changes) if changes else before,
+        _previous=None if restarted else before,
+        phases=SimpleNamespace(ended_at=lambda *_: before),
+        progress=SimpleNamespace(step=9, tokens=99, spikes=spikes),
+        reporter=SimpleNamespace(phases=SimpleNamespace(may_compile=compiled.append)),
+        process_last_result=lambda: None,
+    )
+    Trainer._prepare_change(trainer)
+    assert (not spikes.entries, bool(compiled)) == (clears, new_limit)
