@@ -7,16 +7,9 @@ from typing import Any
 
 from forge.config import Config
 from forge.config.keys import to_literal
+from forge.tools.verify.patterns import PATTERNS
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-# Keys with patterns of names.
-PATTERNS = [
-    "optimizer.groups",
-    "optimizer.no_decay",
-    "parallel.tp_plan",
-    "precision.float8_exclude",
-    "precision.fp32_modules",
-]
 # Sections and keys whose changes need no note: sizes, data, formats and layout. The report's heading shows them.
 TOLD = ("model", "train", "data", "evaluate", "phase", *(f"parallel.{axis}" for axis in DEGREES))
 TOLD += (

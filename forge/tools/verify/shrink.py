@@ -8,9 +8,7 @@ phase becomes one step, or two steps with a ramp. Data are synthetic, because th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from fractions import Fraction
 from math import ceil, gcd, lcm, sqrt
 from typing import Any
@@ -25,15 +23,14 @@ from forge.config.pipeline import ONE_PER_RANK
 from forge.config.problem import raise_all
 from forge.config.section import Section
 from forge.runtime.errors import UserError
-from forge.tools.verify.notes import DEGREES, PATTERNS, leaves, notes_on_changes
+from forge.tools.verify.notes import DEGREES, leaves, notes_on_changes
+from forge.tools.verify.patterns import patterns_of
 
 LAYERS, SEQ_LEN, BATCH = 4, 64, 8
 # Suffixes of the keys of widths.
 WIDTHS = ("dim", "rank", "size")
 # The largest threshold of QK-clip. The small model's logits are above it.
 QK_CLIP = 0.03
-# The layers in a pattern of names.
-_LAYERS = re.compile(r"(?<![\w.])layers\.([^.]*[\d?\]][^.]*)")
 
 
 def changed(config: Config, keys: Mapping[str, Any]) -> Config:
@@ -74,7 +71,7 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
     except UserError:
         # Sizes of subsections may depend on each other. If the scaled sizes are invalid, keep the original ones.
         small = changed(config, keys)
-    small = changed(small, _bases(config, small) | _patterns(config.model, small))
+    small = changed(small, _bases(config, small) | patterns_of(config.model, small))
     return small, list(notes_on_changes(config, small))
 
 
@@ -91,41 +88,6 @@ def _bases(config: Config, small: Config) -> dict[str, Any]:
         key: Fraction(getattr(small.model, size), getattr(config.model, size)) for key, size in pairs.items()
     }
     return {f"optimizer.mup.{key}": max(1, round(base * ratios[key])) for key, base in bases.items() if base}
-
-
-def _patterns(model: ModelConfig, small: Config) -> dict[str, Any]:
-    """Return the patterns of names in `small` that name layers of `model`, changed to name layers of `small`.
-
-    A layer becomes a layer of its kind (attention, experts), at about the same relative depth. A pattern that names several
-    layers becomes several patterns.
-    """
-
-    def like(layer: int) -> int:
-        kind = model.has_experts(layer), model.kind_of(layer)
-        layers = range(small.model.n_layers)
-        alike = [one for one in layers if (small.model.has_experts(one), small.model.kind_of(one)) == kind]
-        return alike[layer * len(alike) // model.n_layers] if alike else layer
-
-    def several(pattern: str) -> list[str]:
-        found = _LAYERS.search(pattern)
-        named = [layer for layer in range(model.n_layers) if found and fnmatchcase(str(layer), found[1])]
-        if found is None or not named:
-            return [pattern]
-        before, after = pattern[: found.start(1)], "*" * found[1].endswith("*") + pattern[found.end() :]
-        return [f"{before}{layer}{after}" for layer in dict.fromkeys(map(like, named))]
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, list):
-            return [
-                new for one in value for new in (several(one) if isinstance(one, str) else [renamed(one)])
-            ]
-        if isinstance(value, dict):
-            return {new: renamed(one) for key, one in value.items() for new in several(key)}
-        return value
-
-    tree = small.model_dump(mode="json", exclude_none=True)
-    values = {key: tree[key.split(".")[0]][key.split(".")[1]] for key in PATTERNS}
-    return {key: new for key, value in values.items() if (new := renamed(value)) != value}
 
 
 def steps_through(small: Config) -> int:

@@ -1,0 +1,56 @@
+"""Patterns of names in a configuration, and their change to the layers of a small model."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from typing import Any
+
+from forge.config import Config
+from forge.config.model import ModelConfig
+
+# Keys with patterns of names.
+PATTERNS = [
+    "optimizer.groups",
+    "optimizer.no_decay",
+    "parallel.tp_plan",
+    "precision.float8_exclude",
+    "precision.fp32_modules",
+]
+# The layers in a pattern of names.
+_LAYERS = re.compile(r"(?<![\w.])layers\.([^.]*[\d?\]][^.]*)")
+
+
+def patterns_of(model: ModelConfig, small: Config) -> dict[str, Any]:
+    """Return the patterns of names in `small` that name layers of `model`, changed to name layers of `small`.
+
+    A layer becomes a layer of its kind (attention, experts), at about the same relative depth. A pattern that names several
+    layers becomes several patterns.
+    """
+
+    def like(layer: int) -> int:
+        kind = model.has_experts(layer), model.kind_of(layer)
+        layers = range(small.model.n_layers)
+        alike = [one for one in layers if (small.model.has_experts(one), small.model.kind_of(one)) == kind]
+        return alike[layer * len(alike) // model.n_layers] if alike else layer
+
+    def several(pattern: str) -> list[str]:
+        found = _LAYERS.search(pattern)
+        named = [layer for layer in range(model.n_layers) if found and fnmatchcase(str(layer), found[1])]
+        if found is None or not named:
+            return [pattern]
+        before, after = pattern[: found.start(1)], "*" * found[1].endswith("*") + pattern[found.end() :]
+        return [f"{before}{layer}{after}" for layer in dict.fromkeys(map(like, named))]
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [
+                new for one in value for new in (several(one) if isinstance(one, str) else [renamed(one)])
+            ]
+        if isinstance(value, dict):
+            return {new: renamed(one) for key, one in value.items() for new in several(key)}
+        return value
+
+    tree = small.model_dump(mode="json", exclude_none=True)
+    values = {key: tree[key.split(".")[0]][key.split(".")[1]] for key in PATTERNS}
+    return {key: new for key, value in values.items() if (new := renamed(value)) != value}
