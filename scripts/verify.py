@@ -71,9 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _library(given: argparse.Namespace) -> list[Outcome]:
     """Compare another library's parallelism of a plain module with one process, and print the results."""
     others = ("config", "layouts", "against", "in_place", "digests", "precision", "random", "bound")
-    if mixed := [
-        f"--{name.replace('_', '-')}" for name in others if getattr(given, name) not in (None, False)
-    ]:
+    values = {f"--{name.replace('_', '-')}": getattr(given, name) for name in others}
+    if mixed := [option for option, value in values.items() if value is not None and value is not False]:
         raise UserError(f"--module cannot be combined with {', '.join(mixed)}")
     if given.module is None or given.parallelize is None:
         raise UserError("--module and --parallelize belong together: give both, as package.module:function")
@@ -154,6 +153,7 @@ def _in_place(given: argparse.Namespace, overrides: list[str]) -> int:
     def work(world: World) -> None:
         if given.layouts is not None or given.against is not None or given.precision:
             raise UserError("--in-place: cannot be combined with --layouts, --against or --precision")
+        _require_two_steps(given)
         config = load_config(["--config", given.config, *overrides])
         small, outcome = verify_in_place(
             config,
@@ -185,6 +185,7 @@ def _write_digests(given: argparse.Namespace, overrides: list[str]) -> None:
         )
     if given.layouts is not None or given.against is not None or given.precision or given.random is not None:
         raise UserError("--digests: cannot be combined with --layouts, --against, --precision or --random")
+    _require_two_steps(given)
     config = load_config(["--config", given.config, *overrides])
     settings = _settings(given, shrink(config)[0])
     try:

@@ -298,7 +298,7 @@ class Resilience(Section):
     """Watchdog limit in seconds for the blocking part of a save, including the wait for the previous save. 0: off."""
     time_limit_s: NonNegativeNumber = 0.0
     """Time limit of the run in seconds. The run saves and stops with exit code 75 before the limit, early enough for
-    the slowest save so far. 0: off."""
+    the slowest save and the slowest evaluation so far. 0: off."""
     max_skipped_steps: Positive = 10
     """Roll back after this number of skipped steps in a row."""
     max_rollbacks: Count = 2
@@ -314,7 +314,7 @@ class Resilience(Section):
     """Distance above the median, in standard deviations (robustly estimated from the window), that counts as a spike."""
     spike_window: Positive = 128
     """Number of previous steps for the medians of loss and gradient norm. No spike is reported before half of these
-    steps."""
+    steps. A phase with other data, windows or sequence length, or with smaller steps, begins anew."""
     check_replicas: bool = True
     """Before each save, compare digests of replicated tensors between ranks. If digests differ, nothing is saved and
     the run rolls back, without skipping data."""

@@ -165,10 +165,16 @@ def choose_layout(command: CommandLine, config: Config, world_size: int) -> tupl
     raise first
 
 
+def _divisor(number: int, most: int) -> int:
+    """Return the largest divisor of `number` that is at most `most`."""
+    return max(one for one in range(1, most + 1) if number % one == 0)
+
+
 def _with(command: CommandLine, text: str) -> Config:
     """Return the configuration of `command` with the overrides in `text` appended. Raises UserError.
 
-    If the overrides set train.micro_batch_size, phases have at most this number of sequences in a microbatch.
+    If the overrides set train.micro_batch_size, phases have at most this number of sequences in a microbatch: the largest
+    divisor of their own number.
     """
     pairs = [override.partition("=") for override in text.split()]
     raw = (*command.raw, *((key, value) for key, _, value in pairs))
@@ -178,7 +184,7 @@ def _with(command: CommandLine, text: str) -> Config:
             return config
         most = config.train.micro_batch_size
         phases = [
-            phase.model_copy(update={"micro_batch_size": min(phase.micro_batch_size or most, most)})
+            phase.model_copy(update={"micro_batch_size": _divisor(phase.micro_batch_size or most, most)})
             for phase in config.phase
         ]
         return config.model_copy(update={"phase": tuple(phases)})

@@ -195,10 +195,14 @@ class TokenDataset:
 
     def _open(self, number: int, record: FileRecord, dtype: np.dtype) -> Array:
         """Return the content of a file of shard `number`. Blocks with checksums are verified when read."""
+        if self._cache is not None:  # holds no file, and opening one may wait for the store
+            if record.name not in self._arrays:
+                self._arrays[record.name] = self._open_checked(number, record, dtype)
+            return self._arrays[record.name]
         with self._lock:
             if record.name not in self._arrays:
                 self._arrays[record.name] = self._open_checked(number, record, dtype)
-                while len(self._arrays) > OPEN_FILES and self._cache is None:
+                if len(self._arrays) > OPEN_FILES:
                     self._arrays.popitem(last=False)  # closed when no reader uses it any more
             self._arrays.move_to_end(record.name)
             return self._arrays[record.name]

@@ -168,7 +168,7 @@ def wait_for(
                             f"was asked to stop, but has waited for data for {waited:.0f} s: {cause}. The steps since the "
                             "last checkpoint are lost",
                             STOPPED,
-                            Cause.DATA,
+                            Cause.STORE_FAILED,
                         ) from None
             continue
         return batch, Stall(time.monotonic() - began, cause) if cause else None

@@ -47,13 +47,13 @@ class RunDirectory:
         self._lock_path = root / ".lock"
         self._descriptor: int | None = None
 
-    def acquire(self, launch: str = "") -> str:
+    def acquire(self, launch: str = "", restarts: str = "") -> str:
         """Make the folders, check that they are writable, and lock the directory.
 
         Return a description of this process, for `find` on other nodes. The lock is held until `release`, until this object
         is garbage-collected, or until the process ends, even by SIGKILL. Waits PATIENCE_S for another holder, which may just
-        have been killed. launch: the identity of this launch. If the holder has the same identity, it is a rank of an
-        earlier start, perhaps on a lost node, and the wait is LOST_RANK_S.
+        have been killed. launch: the identity of this launch. restarts: the launch that this start restarts; "": none. If the
+        holder belongs to this launch, it is a rank of an earlier start, perhaps on a lost node, and the wait is LOST_RANK_S.
 
         Raises UserError if a folder is not writable or another run holds the lock (exit 2), or if a rank of an earlier start
         still holds it (exit 75: a job script may try again).
@@ -67,7 +67,7 @@ class RunDirectory:
                 f"{self._lock_path} cannot be opened ({error.strerror}); is {self.root} another user's run?"
             ) from error
         try:
-            self._lock(descriptor, launch)
+            self._lock(descriptor, restarts)
         except BaseException:
             os.close(descriptor)
             raise
@@ -125,7 +125,7 @@ class RunDirectory:
             self._descriptor = None
             self._finalizer()
 
-    def _lock(self, descriptor: int, launch: str) -> None:
+    def _lock(self, descriptor: int, restarts: str) -> None:
         began, reported = time.monotonic(), False
         while True:
             try:
@@ -135,7 +135,7 @@ class RunDirectory:
                 return
             except BlockingIOError:
                 waited_s, who = time.monotonic() - began, _holder(descriptor) or "another process"
-                own = bool(launch) and _record(descriptor).get("launch") == launch
+                own = bool(restarts) and _record(descriptor).get("launch") == restarts
                 if waited_s >= PATIENCE_S and not own:
                     raise UserError(
                         f"{self.root} is in use by {who}; wait for that run, stop it, or choose another run.name."

@@ -28,6 +28,8 @@ UNKNOWN_SAVE, UNKNOWN_SAVE_S = 0.05, 600.0
 # Number of steps to reserve. All ranks see a request one step later, and this step may be slower than the previous
 # steps.
 STEPS = 3
+# The largest fraction of the time limit reserved for evaluations.
+MOST_EVALUATIONS = 0.25
 
 _active: StopSignals | None = None
 
@@ -163,19 +165,19 @@ class TimeLimit:
         self._limit_s, self._began, self._waits_s = limit_s, began, waits_s
         self.evaluations_s = evaluations_s
         self._phase, self._since = "", began
-        self._evaluated_step, self._evaluated_s = -1, 0.0
+        self._evaluated_s = 0.0  # since the last step
         self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=10))
 
-    def enter(self, phase: str, step: int) -> None:
-        """Call when `phase` of step `step` begins and the previous phase has ended."""
+    def enter(self, phase: str, _step: int) -> None:
+        """Call when `phase` begins and the previous phase has ended."""
         now = time.monotonic()
         if self._phase == "evaluation":
             self._evaluated_s += now - self._since
             self.evaluations_s = max(self.evaluations_s, self._evaluated_s)
         else:
             self._recent[self._phase].append(now - self._since)
-        if phase == "evaluation" and step != self._evaluated_step:
-            self._evaluated_step, self._evaluated_s = step, 0.0
+        if phase in ("data", "first step"):
+            self._evaluated_s = 0.0
         self._phase, self._since = phase, now
 
     def near(self, save_s: float) -> bool:
@@ -183,5 +185,7 @@ class TimeLimit:
         # In the worst case a save is in flight, and the final save has to wait for it.
         saves = 2 * save_s if save_s else min(UNKNOWN_SAVE * self._limit_s, UNKNOWN_SAVE_S)
         steps = STEPS * sum(max(self._recent[phase], default=0.0) for phase in ("data", "step"))
-        reserve = saves + steps + self.evaluations_s + self._waits_s
+        # A single evaluation, perhaps on a slow day, must not leave too little time for steps.
+        evaluations = min(self.evaluations_s, MOST_EVALUATIONS * self._limit_s)
+        reserve = saves + steps + evaluations + self._waits_s
         return time.monotonic() - self._began + reserve >= self._limit_s

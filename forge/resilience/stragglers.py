@@ -57,10 +57,10 @@ class Stragglers(Hook):
         self._timing_forward = False
         self._drain_after, self._slow_in_a_row = config.drain_stragglers, 0
         self._gathering: tuple[int, torch.Tensor, dist.Work | None] | None = None
-        blocks = [(int(layer), block) for part in parts for layer, block in part.layers.items()]
-        self._layer = -1
+        blocks = [(_kind(part, layer), block) for part in parts for layer, block in part.layers.items()]
+        self._kind = -1
         if blocks:  # a pipeline stage may have no blocks
-            self._layer, block = blocks[-1]
+            self._kind, block = blocks[-1]
             block.register_forward_pre_hook(self._begin_forward)
             block.register_forward_hook(self._end_forward)
 
@@ -97,7 +97,7 @@ class Stragglers(Hook):
             median(forward or [0.0]),
             median(optimizer or [0.0]),
             median(self._step_s),
-            self._layer,
+            self._kind,
         ]
         of_all = torch.empty(dist.get_world_size() * len(mine), dtype=torch.float64)
         work = compat.all_gather_into(of_all, torch.tensor(mine, dtype=torch.float64))
@@ -168,16 +168,25 @@ class Stragglers(Hook):
         return [began.elapsed_time(ended) / 1e3 for began, ended in spans if ended.query()]
 
 
+def _kind(part: Transformer, layer: str) -> int:
+    """Return a number for the kind of a layer: its attention, and whether it has experts or predicts ahead."""
+    config = part.config
+    if layer in part.ahead:
+        return 0
+    kinds = list(dict.fromkeys(config.pattern))
+    return 1 + 2 * kinds.index(config.kind_of(int(layer))) + config.has_experts(int(layer))
+
+
 def slow_ranks(table: Sequence[Sequence[float]], factor: float) -> list[tuple[int, str, float, float]]:
     """Return (rank, phase, the rank's seconds, the median rank's seconds) for each straggler.
 
     A straggler's delay is its time minus the median rank's. The delay makes the step more than `factor` times as long,
-    and is longer than LEAST_S. table: for each rank, the seconds of data, forward, optimizer and whole step, and the number
-    of the timed layer.
+    and is longer than LEAST_S. table: for each rank, the seconds of data, forward, optimizer and whole step, and the kind of
+    the timed layer.
 
     The forward of one block represents all computation: a rank's delay of a fraction f of this forward counts as a
-    delay of f times the step. Only ranks with the same layer are compared, because layers differ. A forward of 0 means that
-    the rank has timed no forward.
+    delay of f times the step. Only ranks with the same kind of layer are compared. A forward of 0 means that the rank has
+    timed no forward.
     """
     step_s = median_low([row[len(PHASES)] for row in table])
     least = max((1 - 1 / factor) * step_s, LEAST_S)

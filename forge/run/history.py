@@ -90,6 +90,8 @@ class History:
             if not load_training_state(start.point, trainer.model, trainer.optimizer, name):
                 trainer.renew_optimizer()
             trainer.progress.load(start.point.state)
+            if start.point.state["inputs"] != trainer.data.fingerprints:
+                trainer.progress.spikes.clear()  # other data have another loss
             trainer.count_steps()
         progress, directory = trainer.progress, trainer.reporter.directory
         progress.pass_over(merged_rollbacks(directory, start, progress, rollbacks))

@@ -148,12 +148,7 @@ class StopBeforeTimeLimit(Hook):
         config = trainer.config
         waits_s = MIRROR_AT_STOP_S if config.checkpoint.mirror else 0.0
         waits_s += sum(PATIENCE_S for where in config.metrics.trackers.values() if where)
-        # Earlier processes of the run have measured evaluations that this process has not made yet.
-        events = (
-            read_lines(trainer.reporter.directory.events, "event") if trainer.reporter.world.rank == 0 else []
-        )
-        slow = (float(event["seconds"]) for event in events if event["event"] == "slow_evaluation")
-        self._known_s = max(slow, default=0.0)
+        self._known_s = _slowest_evaluation_s(trainer)
         self._limit = TimeLimit(self._limit_s, launched, waits_s, self._known_s)
         trainer.reporter.phases.listen(self._limit.enter)
 
@@ -163,6 +158,23 @@ class StopBeforeTimeLimit(Hook):
             self._trainer.reporter.event("slow_evaluation", step=step - 1, seconds=round(self._known_s, 1))
         if self._limit.near(self._saves.slowest_s):
             self._trainer.request_stop(f"resilience.time_limit_s = {self._limit_s:g} is near")
+
+
+def _slowest_evaluation_s(trainer: Trainer) -> float:
+    """Return the longest time of all evaluations after one step of this history, measured by earlier processes.
+
+    Return 0 on all ranks but the first, and without evaluations.
+    """
+    evaluate, slowest = trainer.config.evaluate, 0.0
+    intervals = evaluate.interval, evaluate.sample_interval, evaluate.tasks_interval
+    if trainer.reporter.world.rank != 0 or not any(intervals):
+        return 0.0
+    for event in read_lines(trainer.reporter.directory.events, "event"):
+        if event["event"] == "fresh":
+            slowest = 0.0
+        elif event["event"] == "slow_evaluation":
+            slowest = max(slowest, float(event["seconds"]))
+    return slowest
 
 
 def _load(path: str) -> type[Hook]:

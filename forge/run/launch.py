@@ -106,7 +106,8 @@ def run(config: Config, degrees: Degrees, world: World, signals: StopSignals, fa
     """
     hooks = on_every_rank("loading hooks", lambda: load_hooks(config))
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
-    holder = on_first_rank("locking the run directory", lambda: directory.acquire(world.launch))
+    launch = world.launch if world.restarted else ""
+    holder = on_first_rank("locking the run directory", lambda: directory.acquire(world.launch, launch))
     try:
         on_every_rank(
             "finding the run directory",
@@ -210,10 +211,8 @@ def _train(
     for fallback in checkpoints.fallbacks:
         reporter.event(Cause.FALLBACK, problem=fallback)
     data = open_data(config)
-    changes: list[str] = []
     if point is not None:
-        changes = check_data(point.path, point.state["inputs"], data.fingerprints, config)
-        for change in changes:
+        for change in check_data(point.path, point.state["inputs"], data.fingerprints, config):
             reporter.event(Cause.CHANGED_DATA, change=change)
         # A node-local state of the last step is still to be saved as a checkpoint, by `Saves`.
         if point.step >= config.train.steps and point.fetch is None:
@@ -234,8 +233,6 @@ def _train(
     trainer = Trainer(config, degrees, data, reporter, signals)
     history = History(trainer, checkpoints)
     history.load(start)
-    if changes:
-        trainer.progress.spikes.clear()  # other data have another loss
 
     def load_hooks_state() -> list[Hook]:
         made = make_hooks(trainer, checkpoints, hooks, tiers, earlier.restarted)

@@ -98,7 +98,8 @@ def read_earlier(
             aside = {int(match[1]) for name in event["checkpoints"] if (match := _ASIDE.match(name))}
             kept = event.get("kept", max(saved))  # an earlier version of forge did not record it
             saved = [step for step in saved if step not in aside and step <= kept]
-    restarted = restarted and (not launch or launch in launches)
+    # Events of an earlier version of forge name no launch.
+    restarted = restarted and (not launch or launch in launches or None in launches)
     finished = (
         ended if restarted and starts else not restarted and (ended or status.get("state") == "finished")
     )

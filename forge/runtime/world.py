@@ -59,8 +59,8 @@ class World:
 
     @property
     def launch(self) -> str:
-        """Return the identity of the launch, equal after each restart: the elastic run's or Slurm's job's; "": unknown."""
-        return os.environ.get("FORGE_LAUNCH") or os.environ.get("SLURM_JOB_ID", "")
+        """Return the identity of the launch, equal after each restart: Slurm's job, or the elastic run; "": unknown."""
+        return os.environ.get("SLURM_JOB_ID") or os.environ.get("FORGE_LAUNCH", "")
 
     @property
     def restarted(self) -> bool:

@@ -20,6 +20,7 @@ from forge.parallel.float8 import product_format
 from forge.parallel.mesh import make_meshes
 from forge.parallel.step.gradients import GradientReport, report_gradients
 from forge.parallel.step.model import Sums
+from forge.resilience.elastic import is_elastic
 from forge.resilience.spikes import SpikeWindow
 from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import collective_timeout_s
@@ -79,6 +80,7 @@ class Trainer:
         self.results = StepResults(self.device, with_routers=self.metrics.wants_routers)
         self._wants_save = self._reported_save = False
         self._previous: StepPlan | None = None
+        self._is_reopened = False
         self.hooks = Hooks()
 
         self.batches: Loader
@@ -110,8 +112,9 @@ class Trainer:
         """Prepare a step that has other sizes or windows than the step before, because a phase begins. Collective."""
         plan, before = self.plan, self._previous
         step, tokens = self.progress.step, self.progress.tokens
-        if before is None and step:
-            before = self.phases.ended_at(step, tokens)
+        # The plan of the last step of the history. A process that has just started or rolled back may have made another.
+        last = self.phases.ended_at(step, tokens) if self._is_reopened and step else before
+        self._is_reopened = False
         if before is not None and plan is not before:
             kinds = {
                 (one.micro_batch_size, one.seq_len, one.sliding_window, one.document_mask)
@@ -121,15 +124,17 @@ class Trainer:
                 # A skipped step is computed again. This needs the model with the sizes and windows of that step.
                 self.process_last_result()
                 self.reporter.phases.may_compile(step + 1)
-            levels = {
-                (one.seq_len, one.weights, one.sliding_window, one.document_mask) for one in (before, plan)
-            }
-            if len(levels) > 1:
-                self.progress.spikes.clear()  # the loss may change its level
             if plan.tokens > 2 * before.tokens:
-                self.reporter.phases.may_compile(
-                    step + 1
-                )  # the watchdog's limit for the old steps is too short
+                # The watchdog's limit for the steps so far would be too short.
+                self.reporter.phases.may_compile(step + 1)
+        if last is not None and plan is not last:
+            levels = {
+                (one.seq_len, one.weights, one.sliding_window, one.document_mask) for one in (last, plan)
+            }
+            if len(levels) > 1 or plan.tokens < last.tokens:
+                # Loss and gradient norm may change their level. The last step's result belongs to the old level.
+                self.process_last_result()
+                self.progress.spikes.clear()
         self._previous = plan
 
     def step(self) -> None:
@@ -229,7 +234,7 @@ class Trainer:
 
     def open_data(self) -> None:
         """Open this data rank's batches at `progress`. The config's mixture applies from this position."""
-        self._previous = None
+        self._is_reopened = True
         dataset, progress = self.data.dataset, self.progress
         self.batches = Loader(
             dataset.following(progress.order),
@@ -241,5 +246,6 @@ class Trainer:
             prefetch=self.config.data.prefetch,
             plan_at=self.phases.at,
             tokens=progress.tokens,
-            is_stopping=lambda: self.signals.reason is not None,
+            # The agents of an elastic run give the ranks more time, e.g. because a node joins.
+            is_stopping=lambda: self.signals.reason is not None and not is_elastic(),
         )

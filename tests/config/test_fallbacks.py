@@ -36,13 +36,13 @@ def test_the_first_matching_fallback_is_used_with_all_its_keys() -> None:
 
 
 def test_a_fallback_also_limits_the_microbatches_of_phases() -> None:
-    ends = "{until_tokens=65536,micro_batch_size=12},{until_tokens=131072,micro_batch_size=1},{until_tokens=262144}"
+    ends = "{until_tokens=65536,micro_batch_size=3},{until_tokens=131072,micro_batch_size=1},{until_tokens=262144}"
     phases = f"--phase=[{ends}]"
     config, _, fallback = chosen(8, FALLBACKS, phases)
     assert fallback == "train.micro_batch_size=2"
-    assert [phase.micro_batch_size for phase in config.phase] == [2, 1, 2]
+    assert [phase.micro_batch_size for phase in config.phase] == [1, 1, 2]
     config, _, fallback = chosen(2, FALLBACKS, phases)
-    assert [phase.micro_batch_size for phase in config.phase] == [12, 1, None] and not fallback
+    assert [phase.micro_batch_size for phase in config.phase] == [3, 1, None] and not fallback
 
 
 def test_without_a_matching_fallback_the_error_is_the_layouts() -> None:

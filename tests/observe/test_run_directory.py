@@ -95,16 +95,16 @@ def test_a_requeued_job_waits_for_a_rank_of_its_lost_node(tmp_path, holder, impa
     (tmp_path / ".lock").write_text(json.dumps(content))
     monkeypatch.setattr(run_directory, "LOST_RANK_S", 0.3)
     with pytest.raises(UserError, match="a rank of an earlier start of this job; end that process") as caught:
-        RunDirectory(tmp_path).acquire("4711")
+        RunDirectory(tmp_path).acquire("4711", "4711")
     assert caught.value.exit_code == STOPPED
     assert "waiting until process" in caplog.text
     with pytest.raises(UserError, match="wait for that run") as caught:
-        RunDirectory(tmp_path).acquire("4712")
+        RunDirectory(tmp_path).acquire("4712", "4712")
     assert caught.value.exit_code == BAD_CONFIG
     monkeypatch.setattr(run_directory, "LOST_RANK_S", 60.0)
     timer = threading.Timer(0.3, holder.kill)
     timer.start()
-    RunDirectory(tmp_path).acquire("4711")
+    RunDirectory(tmp_path).acquire("4711", "4711")
     timer.join()
 
 

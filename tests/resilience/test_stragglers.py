@@ -4,7 +4,7 @@ import pytest
 
 from forge.resilience.stragglers import LEAST_S, slow_ranks
 
-# data, forward, optimizer, whole step, timed layer
+# data, forward, optimizer, whole step, kind of the timed layer
 USUAL = [0.01, 0.1, 0.05, 1.0, 3]
 
 
@@ -31,7 +31,7 @@ def test_only_the_slow_rank_is_named_at_any_world_size(world: int) -> None:
     assert [rank for rank, *_ in slow_ranks(table, 1.3)] == [world - 1]
 
 
-def test_the_forwards_of_different_layers_are_not_compared() -> None:
+def test_the_forwards_of_different_kinds_of_layers_are_not_compared() -> None:
     """E.g. pipeline stages whose last blocks are a sliding window and full attention."""
     full = [*but(forward=0.4)[:-1], 7]
     slow = [*but(forward=0.9)[:-1], 7]

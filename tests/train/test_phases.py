@@ -41,6 +41,7 @@ def test_a_window_applies_only_to_sliding_window_layers() -> None:
         ({"weights": (1.0, 2.0)}, True, False),
         ({"seq_len": 16, "global_batch_size": 32}, True, True),
         ({"global_batch_size": 16}, False, False),
+        ({"global_batch_size": 4}, True, False),
         ({"global_batch_size": 24}, False, True),
     ],
 )
@@ -54,10 +55,12 @@ def test_a_phase_forgets_the_level_of_the_loss_and_the_duration_of_steps(
     trainer: Any = SimpleNamespace(
         plan=replace(before, **changes) if changes else before,
         _previous=None if restarted else before,
+        _is_reopened=restarted,
         phases=SimpleNamespace(ended_at=lambda *_: before),
         progress=SimpleNamespace(step=9, tokens=99, spikes=spikes),
         reporter=SimpleNamespace(phases=SimpleNamespace(may_compile=compiled.append)),
         process_last_result=lambda: None,
     )
     Trainer._prepare_change(trainer)
-    assert (not spikes.entries, bool(compiled)) == (clears, new_limit)
+    # A new process has compiled nothing yet, and knows no duration.
+    assert (not spikes.entries, bool(compiled)) == (clears, new_limit and not restarted)

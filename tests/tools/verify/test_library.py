@@ -296,6 +296,7 @@ def test_a_parallelize_breaking_the_contract_fails_with_the_reason(parallelize, 
         ),
         (["--module", f"{HERE}:make_without_vocabulary", "--parallelize", f"{HERE}:sharded"], "vocab_size"),
         (["--module", "a:b", "--parallelize", "a:c", "--steps", "1"], "needs 2 or more"),
+        (["--module", "a:b", "--parallelize", "a:c", "--bound", "0"], "cannot be combined with --bound"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], reason: str, capsys) -> None:
