@@ -59,8 +59,6 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("the following arguments are required: --config, or --module and --parallelize")
     if given.in_place:
         return _in_place(given, overrides)
-    if given.bound is not None and given.against is None:
-        parser.error("--bound: only with --against or --in-place")
     if given.digests is not None:
         return exit_code_of(lambda: _write_digests(given, overrides), "interrupted")
     reports: list[Report] = []
@@ -93,6 +91,8 @@ def _library(given: argparse.Namespace) -> list[Outcome]:
 
 def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
     cases = None if given.layouts is None else parse_layouts(given.layouts)
+    if given.bound is not None and given.against is None:
+        raise UserError("--bound: only with --against or --in-place")
     config = load_config(["--config", given.config, *overrides])
     small, notes = shrink(config)
     settings = _settings(given, small)
@@ -183,8 +183,12 @@ def _write_digests(given: argparse.Namespace, overrides: list[str]) -> None:
         raise UserError(
             "--digests: needs --world-sizes N, the number of processes of the run that will read the file"
         )
-    if given.layouts is not None or given.against is not None or given.precision or given.random is not None:
-        raise UserError("--digests: cannot be combined with --layouts, --against, --precision or --random")
+    others = (given.layouts, given.against, given.precision or None, given.random, given.bound)
+    if any(value is not None for value in others):
+        raise UserError(
+            "--digests: cannot be combined with --layouts, --against, --precision, --random or --bound, except with "
+            "--in-place"
+        )
     _require_two_steps(given)
     config = load_config(["--config", given.config, *overrides])
     settings = _settings(given, shrink(config)[0])

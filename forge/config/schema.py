@@ -314,7 +314,7 @@ class Resilience(Section):
     """Distance above the median, in standard deviations (robustly estimated from the window), that counts as a spike."""
     spike_window: Positive = 128
     """Number of previous steps for the medians of loss and gradient norm. No spike is reported before half of these
-    steps. A phase with other data, windows or sequence length, or with smaller steps, begins anew."""
+    steps. A phase with other data, windows or sequence length, or with smaller steps, starts over."""
     check_replicas: bool = True
     """Before each save, compare digests of replicated tensors between ranks. If digests differ, nothing is saved and
     the run rolls back, without skipping data."""

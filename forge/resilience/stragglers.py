@@ -192,13 +192,13 @@ def slow_ranks(table: Sequence[Sequence[float]], factor: float) -> list[tuple[in
     least = max((1 - 1 / factor) * step_s, LEAST_S)
     found = []
     for place, phase in enumerate(PHASES):
-        alike: dict[float, list[int]] = defaultdict(list)
+        by_kind: dict[float, list[int]] = defaultdict(list)
         for rank, row in enumerate(table):
             if phase != "forward":
-                alike[0].append(rank)
+                by_kind[0].append(rank)
             elif row[place]:
-                alike[row[-1]].append(rank)
-        for ranks in alike.values():
+                by_kind[row[-1]].append(rank)
+        for ranks in by_kind.values():
             usual = median_low([table[rank][place] for rank in ranks])
             for rank in ranks:
                 seconds = table[rank][place]

@@ -271,11 +271,19 @@ def _small(words: list[str], folder: Path) -> list[str]:
         return ["--holdout", "0.2"]
     if words[1] != "train.py" or "--help" in words:
         return []
-    given = {word.removeprefix("--").partition("=")[0] for word in words}
+    values = {word.removeprefix("--").partition("=")[0]: word.partition("=")[2] for word in words}
+    given = values.keys()
     options = SMALL | {"parallel.dp_shard": "-1"}
     config = words[words.index("--config") + 1]
     if "train.tokens" in given:
         options.pop("train.steps")
+    if step := re.search(r"step-(\d+)$", values.get("checkpoint.resume", "")):
+        # Under another name, because later commands use the run's later checkpoints.
+        options |= {
+            "train.steps": str(int(step[1]) + 3),
+            "schedule.decay_fraction": "0",
+            "run.name": "resumed",
+        }
     if "--plan" in words:  # for the page's number of processes
         options.pop("train.global_batch_size")
     if not {"data.sources", "data.tokenizer"} & given and not _has_data(folder, config):

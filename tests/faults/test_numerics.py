@@ -371,15 +371,15 @@ def die_in_a_rollback() -> None:
     """Die after later checkpoints are set aside and before the roll-back is recorded."""
     import os
 
-    import forge.run.rollback as rollback
+    import forge.run.history as history
     from tests.support import spoil
 
     spoil.samples_32_to_55()
-    write = rollback._write
+    write = history.write_rollbacks
 
-    def die(directory, rollbacks) -> None:
-        if rollbacks:
+    def die(directory, progress) -> None:
+        if progress.rollbacks:
             os.kill(os.getpid(), signal.SIGKILL)
-        write(directory, rollbacks)
+        write(directory, progress)
 
-    rollback._write = die
+    history.write_rollbacks = die

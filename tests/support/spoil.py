@@ -144,7 +144,7 @@ def half_a_second_for_each_step() -> None:
         step(self)
         clock.now += 0.5
 
-    stopping.TimeLimit.__init__ = lambda self, limit_s, _, waits_s: begin(self, limit_s, clock.now, waits_s)
+    stopping.TimeLimit.__init__ = lambda self, limit_s, _, *more: begin(self, limit_s, clock.now, *more)
     Trainer.step = timed
 
 

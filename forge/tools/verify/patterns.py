@@ -31,8 +31,8 @@ def patterns_of(model: ModelConfig, small: Config) -> dict[str, Any]:
     def like(layer: int) -> int:
         kind = model.has_experts(layer), model.kind_of(layer)
         layers = range(small.model.n_layers)
-        alike = [one for one in layers if (small.model.has_experts(one), small.model.kind_of(one)) == kind]
-        return alike[layer * len(alike) // model.n_layers] if alike else layer
+        own = [one for one in layers if (small.model.has_experts(one), small.model.kind_of(one)) == kind]
+        return own[layer * len(own) // model.n_layers] if own else layer
 
     def several(pattern: str) -> list[str]:
         found = _LAYERS.search(pattern)

@@ -19,7 +19,7 @@ HERE = "tests.tools.verify.algorithms"
 MUON = ("--optimizer.name=muon",)
 NEURON = "--optimizer.muon.second_moment=neuron"
 HEADS = "--optimizer.muon.split_heads=true"
-CLIP = "--optimizer.muon.qk_clip=0.2"
+CLIP = "--optimizer.muon.qk_clip=0.03"
 CAUTIOUS = "--optimizer.muon.cautious_decay=true"
 POLAR = "--optimizer.muon.orthogonalization=polar_express"
 EMA = "--optimizer.ema=0.9"
