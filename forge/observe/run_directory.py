@@ -9,6 +9,7 @@ import socket
 import tempfile
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,14 @@ class RunDirectory:
         self._lock_path = root / ".lock"
         self._descriptor: int | None = None
 
-    def acquire(self, launch: str = "", restarts: str = "") -> str:
+    def acquire(self, launch: Sequence[str] = (), restarted: bool = False) -> str:
         """Make the folders, check that they are writable, and lock the directory.
 
         Return a description of this process, for `find` on other nodes. The lock is held until `release`, until this object
         is garbage-collected, or until the process ends, even by SIGKILL. Waits PATIENCE_S for another holder, which may just
-        have been killed. launch: the identity of this launch. restarts: the launch that this start restarts; "": none. If the
-        holder belongs to this launch, it is a rank of an earlier start, perhaps on a lost node, and the wait is LOST_RANK_S.
+        have been killed. launch: the identities of this launch. restarted: this start is a restart of the launch. If the
+        holder then belongs to this launch, it is a rank of an earlier start, perhaps on a lost node, and the wait is
+        LOST_RANK_S.
 
         Raises UserError if a folder is not writable or another run holds the lock (exit 2), or if a rank of an earlier start
         still holds it (exit 75: a job script may try again).
@@ -67,7 +69,7 @@ class RunDirectory:
                 f"{self._lock_path} cannot be opened ({error.strerror}); is {self.root} another user's run?"
             ) from error
         try:
-            self._lock(descriptor, restarts)
+            self._lock(descriptor, launch if restarted else ())
         except BaseException:
             os.close(descriptor)
             raise
@@ -75,7 +77,7 @@ class RunDirectory:
             message = "%s: taking over the stale lock of %s"
             log.warning(message, self.root, stale, extra=Cause.NOTE.mark)
         holder = json.dumps(
-            {"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now(), "launch": launch}
+            {"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now(), "launch": list(launch)}
         )
         _rewrite(descriptor, holder.encode())
         self._descriptor = descriptor
@@ -125,7 +127,7 @@ class RunDirectory:
             self._descriptor = None
             self._finalizer()
 
-    def _lock(self, descriptor: int, restarts: str) -> None:
+    def _lock(self, descriptor: int, restarts: Sequence[str]) -> None:
         began, reported = time.monotonic(), False
         while True:
             try:
@@ -135,7 +137,7 @@ class RunDirectory:
                 return
             except BlockingIOError:
                 waited_s, who = time.monotonic() - began, _holder(descriptor) or "another process"
-                own = bool(restarts) and _record(descriptor).get("launch") == restarts
+                own = not set(restarts).isdisjoint(_record(descriptor).get("launch", ()))
                 if waited_s >= PATIENCE_S and not own:
                     raise UserError(
                         f"{self.root} is in use by {who}; wait for that run, stop it, or choose another run.name."

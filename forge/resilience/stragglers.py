@@ -171,7 +171,7 @@ class Stragglers(Hook):
 def _kind(part: Transformer, layer: str) -> int:
     """Return a number for the kind of a layer: its attention, and whether it has experts or predicts ahead."""
     config = part.config
-    if layer in part.ahead:
+    if layer in getattr(part, "ahead", ()):  # a user's model may have none
         return 0
     kinds = list(dict.fromkeys(config.pattern))
     return 1 + 2 * kinds.index(config.kind_of(int(layer))) + config.has_experts(int(layer))

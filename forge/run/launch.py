@@ -106,8 +106,9 @@ def run(config: Config, degrees: Degrees, world: World, signals: StopSignals, fa
     """
     hooks = on_every_rank("loading hooks", lambda: load_hooks(config))
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
-    launch = world.launch if world.restarted else ""
-    holder = on_first_rank("locking the run directory", lambda: directory.acquire(world.launch, launch))
+    holder = on_first_rank(
+        "locking the run directory", lambda: directory.acquire(world.launch, world.restarted)
+    )
     try:
         on_every_rank(
             "finding the run directory",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,22 +65,22 @@ class Earlier:
 
 
 def read_earlier(
-    directory: RunDirectory, status: dict[str, Any], restarted: bool = False, launch: str = ""
+    directory: RunDirectory, status: dict[str, Any], restarted: bool = False, launch: Sequence[str] = ()
 ) -> Earlier:
     """Read the facts about earlier starts from `directory`.
 
     status: content of `status.json` from the last start. restarted: the launcher has restarted this process, perhaps because
-    the last start failed after its last step; that start then does not count as finished. launch: the identity of this
-    launch; "": unknown. If no start has this identity, the launcher has restarted ranks that had not started the run.
+    the last start failed after its last step; that start then does not count as finished. launch: the identities of
+    this launch; empty: unknown. If no start has one of them, the launcher has restarted ranks that had not started the run.
     """
     # Whether the events end with all steps done, and the number of later commands that made no step.
     ended, starts = False, 0
-    launches = set()
+    launches: set[str | None] = set()
     saved: list[int] | None = None  # None: no event tells
     for event in read_lines(directory.events, "event"):
         kind = event["event"]
         if kind == "started":
-            launches.add(event.get("launch"))
+            launches.update(event.get("launch", [None]))
         if kind == "finished":
             ended, starts = True, 0
         elif kind == "started" and not event.get("restarted"):
@@ -99,7 +100,7 @@ def read_earlier(
             kept = event.get("kept", max(saved))  # an earlier version of forge did not record it
             saved = [step for step in saved if step not in aside and step <= kept]
     # Events of an earlier version of forge name no launch.
-    restarted = restarted and (not launch or launch in launches or None in launches)
+    restarted = restarted and (not launch or None in launches or not launches.isdisjoint(launch))
     finished = (
         ended if restarted and starts else not restarted and (ended or status.get("state") == "finished")
     )

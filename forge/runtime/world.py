@@ -58,9 +58,9 @@ class World:
         return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
     @property
-    def launch(self) -> str:
-        """Return the identity of the launch, equal after each restart: Slurm's job, or the elastic run; "": unknown."""
-        return os.environ.get("SLURM_JOB_ID") or os.environ.get("FORGE_LAUNCH", "")
+    def launch(self) -> tuple[str, ...]:
+        """Return the identities of the launch: Slurm's job and the elastic run. A restart has one of them. Empty: unknown."""
+        return tuple(os.environ[name] for name in ("SLURM_JOB_ID", "FORGE_LAUNCH") if name in os.environ)
 
     @property
     def restarted(self) -> bool:

@@ -91,20 +91,20 @@ def test_s6_a_second_run_is_refused_and_the_holder_is_named(tmp_path, holder, im
 
 def test_a_requeued_job_waits_for_a_rank_of_its_lost_node(tmp_path, holder, impatient, monkeypatch, caplog):
     """Slurm requeues a job at once, but NFS notices the death of a node later."""
-    content = json.loads((tmp_path / ".lock").read_text()) | {"launch": "4711"}
+    content = json.loads((tmp_path / ".lock").read_text()) | {"launch": ["4711", "token"]}
     (tmp_path / ".lock").write_text(json.dumps(content))
     monkeypatch.setattr(run_directory, "LOST_RANK_S", 0.3)
     with pytest.raises(UserError, match="a rank of an earlier start of this job; end that process") as caught:
-        RunDirectory(tmp_path).acquire("4711", "4711")
+        RunDirectory(tmp_path).acquire(["4711"], restarted=True)
     assert caught.value.exit_code == STOPPED
     assert "waiting until process" in caplog.text
     with pytest.raises(UserError, match="wait for that run") as caught:
-        RunDirectory(tmp_path).acquire("4712", "4712")
+        RunDirectory(tmp_path).acquire(["4712"], restarted=True)
     assert caught.value.exit_code == BAD_CONFIG
     monkeypatch.setattr(run_directory, "LOST_RANK_S", 60.0)
     timer = threading.Timer(0.3, holder.kill)
     timer.start()
-    RunDirectory(tmp_path).acquire("4711", "4711")
+    RunDirectory(tmp_path).acquire(["4711"], restarted=True)
     timer.join()
 
 

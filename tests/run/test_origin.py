@@ -164,12 +164,12 @@ def test_a_finished_run_stays_finished_until_a_step_of_a_later_start(
 def test_a_restart_before_the_first_start_of_a_launch_is_a_new_command(tmp_path) -> None:
     """E.g. a second node joins a new job while the first node's ranks still import PyTorch."""
     directory = RunDirectory(tmp_path)
-    events = [STARTED | {"launch": "first"}, FRESH, DONE]
+    events = [STARTED | {"launch": ["first", "job"]}, FRESH, DONE]
     directory.events.write_text("".join(json.dumps(event) + "\n" for event in events))
     status = {"state": "finished"}
-    assert read_earlier(directory, status, True, "second").finished
-    assert not read_earlier(directory, status, True, "second").restarted
-    again = read_earlier(directory, status, True, "first")
+    assert read_earlier(directory, status, True, ["second"]).finished
+    assert not read_earlier(directory, status, True, ["second"]).restarted
+    again = read_earlier(directory, status, True, ["other", "first"])
     assert again.restarted and not again.finished
 
 
