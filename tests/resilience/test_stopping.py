@@ -218,7 +218,7 @@ def test_time_is_reserved_for_two_saves_some_steps_and_an_evaluation(clock) -> N
 def test_the_longest_evaluation_is_reserved_for_ever(clock) -> None:
     """Held-out losses, samples and tasks after one step count together."""
     slow = [("evaluation", 10.0), ("evaluation", 60.0)]
-    quick = [("step", 1.0), ("evaluation", 2.0)] * 20
+    quick = [("data", 0.0), ("step", 1.0), ("evaluation", 2.0)] * 20
     limit = after(clock, *slow, *quick)
     assert limit.evaluations_s == 70.0
     assert stops_at(limit, clock, save_s=100.0) == 100 + 800 - 3 - 70
