@@ -194,10 +194,8 @@ def slow_ranks(table: Sequence[Sequence[float]], factor: float) -> list[tuple[in
     for place, phase in enumerate(PHASES):
         by_kind: dict[float, list[int]] = defaultdict(list)
         for rank, row in enumerate(table):
-            if phase != "forward":
-                by_kind[0].append(rank)
-            elif row[place]:
-                by_kind[row[-1]].append(rank)
+            if row[place] or phase != "forward":
+                by_kind[row[-1] if phase == "forward" else 0].append(rank)
         for ranks in by_kind.values():
             usual = median_low([table[rank][place] for rank in ranks])
             for rank in ranks:

@@ -39,6 +39,7 @@ from forge.run.mirrored import MirrorSaves, finish_mirror, restore_lost, wait_fo
 from forge.run.nodes import ranks_per_node, report_nodes
 from forge.run.origin import Earlier, read_earlier, refuse_moved_run
 from forge.run.out_of_memory import explaining_exhaustion
+from forge.run.resume import Start
 from forge.run.tiers import Tiers
 from forge.runtime import compat
 from forge.runtime.causes import Cause
@@ -185,10 +186,6 @@ def _train(
     Return None when all steps are done, else the reason for an early stop.
     """
     world, directory = reporter.world, reporter.directory
-
-    def is_stopping() -> bool:
-        return signals.reason is not None
-
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -217,31 +214,23 @@ def _train(
             reporter.event(Cause.CHANGED_DATA, change=change)
         # A node-local state of the last step is still to be saved as a checkpoint, by `Saves`.
         if point.step >= config.train.steps and point.fetch is None:
-            done = f"step {point.step} of {config.train.steps}"
-            key = "train.tokens" if config.train.tokens else "train.steps"
-            if start.origin is not None:
-                raise UserError(
-                    f"checkpoint.resume = {config.checkpoint.resume!r}: nothing is left to train, because the checkpoint "
-                    f"is already at {done}; raise {key}"
-                )
-            reporter.running(point.step)
-            log.info("%s is finished: %s. Raise %s to continue.", config.run.name, done, key)
+            _report_done(config, start, point.step, reporter)
             tiers.follow(start)
             signals.defer()
-            finish_mirror(config, checkpoints, point.step, reporter, is_stopping)
+            finish_mirror(config, checkpoints, point.step, reporter, lambda: signals.reason is not None)
             return None
 
     trainer = Trainer(config, degrees, data, reporter, signals)
     history = History(trainer, checkpoints)
     history.load(start)
 
-    def load_hooks_state() -> list[Hook]:
+    def all_hooks_with_state() -> list[Hook]:
         made = make_hooks(trainer, checkpoints, hooks, tiers, earlier.restarted)
         if point is not None:
             Hooks(made).load_state(point.state.get("hooks", {}))
         return made
 
-    all_hooks = on_every_rank("making hooks", load_hooks_state)
+    all_hooks = on_every_rank("making hooks", all_hooks_with_state)
     # Only now, because a refused start must change no file of the run.
     tiers.follow(start)
     history.begin(start)
@@ -257,13 +246,29 @@ def _train(
     if kept.mirror and stopped is None:
         mirrors = [hook.mirror for hook in all_hooks if isinstance(hook, MirrorSaves)]
         bound_s = config.resilience.save_timeout_s
-        wait_for_mirror(mirrors, reporter, bound_s, is_stopping)
+        wait_for_mirror(mirrors, reporter, bound_s, lambda: signals.reason is not None)
     else:
         # The hooks of the first rank may still wait for the mirror or a tracker. Its launcher would kill it soon after
         # the end of another rank.
         on_first_rank("ending the run", lambda: None)
     reporter.step = trainer.progress.step
     return stopped
+
+
+def _report_done(config: Config, start: Start, step: int, reporter: Reporter) -> None:
+    """Report a run that has made all steps. step: the checkpoint's.
+
+    Raises UserError if the checkpoint is another history's, because nothing would be done.
+    """
+    done = f"step {step} of {config.train.steps}"
+    key = "train.tokens" if config.train.tokens else "train.steps"
+    if start.origin is not None:
+        raise UserError(
+            f"checkpoint.resume = {config.checkpoint.resume!r}: nothing is left to train, because the checkpoint is already "
+            f"at {done}; raise {key}"
+        )
+    reporter.running(step)
+    log.info("%s is finished: %s. Raise %s to continue.", config.run.name, done, key)
 
 
 def _print(rank: int, text: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -82,18 +81,19 @@ def _watched(bring: Callable[[Callable[[], None]], Result], reporter: Reporter) 
     bring: called with a function that counts a restored file. Each file renews the watchdog's limit on every rank, because a
     large checkpoint may take hours.
     """
-    purpose, files, renewed = "restoring the mirror", Counter[str](), 0
+    purpose, renewed = "restoring the mirror", 0
+    files: list[None] = []  # an entry for each restored file: several threads append
     restoring: Future[Result] = Future()
 
     def work() -> None:
         try:
-            restoring.set_result(bring(lambda: files.update(["copied"])))
+            restoring.set_result(bring(lambda: files.append(None)))
         except BaseException as error:
             restoring.set_exception(error)
 
     def look() -> tuple[bool, int]:
         wait([restoring], LOOK_S)
-        return restoring.done(), files.total()
+        return restoring.done(), len(files)
 
     if reporter.world.rank == 0:
         threading.Thread(target=work, name="forge-restore", daemon=True).start()
