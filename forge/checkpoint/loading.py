@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from forge.checkpoint.manifest import MANIFEST, Damaged, find_damage, read_manifest
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
 from forge.config import Config, Phases, parse_toml_text
+from forge.config.phases import config_of, last_step_at
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import RanksFailed, gather_from_ranks, on_every_rank, single_process_group
 from forge.runtime.errors import FAILED, NO_CHECKPOINT, UserError
@@ -50,10 +51,10 @@ def read_config(path: Path) -> str:
 
 
 def trained_config(path: Path) -> Config:
-    """Return the saving run's config with the window and the document mask of the checkpoint's last step. Not collective.
+    """Return the saving run's config without phases, with the keys of the checkpoint's last step (see `config_of`).
 
-    A phase may change `model.sliding_window` and `data.document_mask`, and the weights are adapted to the attention that
-    they were last trained with. Classes named in the config are not imported.
+    Not collective. The weights are adapted to the window, the document mask and the sequence length that they were last
+    trained with. Classes named in the config are not imported.
     """
     config = parse_toml_text(read_config(path), str(path / "config.toml"), import_classes=False)
     if not config.phase:
@@ -61,10 +62,7 @@ def trained_config(path: Path) -> Config:
     progress = read_state(path).get("progress")  # imported and averaged weights have none
     if progress is None or not progress["step"]:
         return config
-    last = Phases(config).ended_at(progress["step"], progress["tokens"])
-    model = config.model.model_copy(update={"sliding_window": last.sliding_window})
-    data = config.data.model_copy(update={"document_mask": last.document_mask})
-    return config.model_copy(update={"model": model, "data": data})
+    return config_of(config, Phases(config).at(last_step_at(progress)))
 
 
 Fetch: TypeAlias = Callable[[set[str]], None]

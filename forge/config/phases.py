@@ -131,13 +131,6 @@ class Phases:
         number = bisect_right(self._starts, tokens) - 1
         return self._constant[number] or self._plan(self._ramped(self._spans[number], tokens))
 
-    def ended_at(self, step: int, tokens: int) -> StepPlan:
-        """Return the plan of step number `step` (from 1), after which the run has trained on `tokens` tokens."""
-        begin = self.tokens_after(step - 1)
-        if begin + self.at(begin).tokens != tokens:  # the run had other batch sizes before a resume
-            begin = tokens - 1
-        return self.at(begin)
-
     def tokens_after(self, steps: int, tokens: int = 0) -> int:
         """Return the total number of tokens after `steps` further steps, beginning at `tokens`."""
         return tokens + sum(some * plan.tokens for some, plan in self.ranges(steps, tokens))
@@ -275,6 +268,27 @@ def with_steps(config: Config, step: int = 0, tokens: int = 0) -> Config:
         return config
     steps = step + Phases(config).steps_to(config.train.tokens, tokens)
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+
+def last_step_at(progress: Mapping[str, Any]) -> int:
+    """Return the number of tokens before the last step. progress: from a checkpoint, in which older versions lack it."""
+    return int(progress.get("last_step_at", max(progress["tokens"] - 1, 0)))
+
+
+def config_of(config: Config, plan: StepPlan) -> Config:
+    """Return `config` without phases, with the keys of `plan` that a forward pass reads.
+
+    evaluate.sequences grows as seq_len shrinks, so evaluations read the same number of tokens.
+    """
+    sizes = {"seq_len": plan.seq_len, "micro_batch_size": plan.micro_batch_size}
+    sequences = config.evaluate.sequences * config.train.seq_len // plan.seq_len
+    sections = {
+        "model": config.model.model_copy(update={"sliding_window": plan.sliding_window}),
+        "data": config.data.model_copy(update={"document_mask": plan.document_mask}),
+        "train": config.train.model_copy(update=sizes),
+        "evaluate": config.evaluate.model_copy(update={"sequences": sequences}),
+    }
+    return config.model_copy(update=sections | {"phase": ()})
 
 
 def variants(config: Config) -> Iterator[tuple[int, Config]]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from forge.config import Config
+from forge.config.phases import config_of
 from forge.data.held_out import evaluation_batches
 from forge.data.sources import Source
 from forge.hook import Hook
@@ -45,11 +46,8 @@ class Evaluation(Hook):
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:
-    """Return `held_out_losses` of the trainer's model, with the document mask of the last step. Collective."""
-    progress = trainer.progress
-    plan = trainer.phases.ended_at(progress.step, progress.tokens) if progress.step else trainer.plan
-    data = trainer.config.data.model_copy(update={"document_mask": plan.document_mask})
-    config = trainer.config.model_copy(update={"data": data})
+    """Return `held_out_losses` of the trainer's model, with the sizes and the document mask of the last step. Collective."""
+    config = config_of(trainer.config, trainer.phases.at(trainer.progress.last_step_at))
     return held_out_losses(trainer.model, trainer.data.validation, config, trainer.meshes, trainer.device)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from forge.config import StepPlan
+from forge.config.phases import last_step_at
 from forge.data.order import Order, SkippedRange
 from forge.optim import Optimizer
 from forge.parallel.step.model import ParallelModel
@@ -31,13 +32,15 @@ class Progress:
 
     order: the global sample order, with the ranges skipped by roll-backs. step: number of optimizer steps, including
     skipped steps. next_sample: the first global sample of the next step. tokens: number of trained token positions.
-    skipped_in_a_row: skipped steps since the last good step. spikes: detector with the recent losses and gradient norms.
+    last_step_at: `tokens` before the last step. skipped_in_a_row: skipped steps since the last good step. spikes:
+    detector with the recent losses and gradient norms.
     """
 
     order: Order
     step: int = 0
     next_sample: int = 0
     tokens: int = 0
+    last_step_at: int = 0
     skipped_in_a_row: int = 0
     rollbacks: list[Rollback] = field(default_factory=list)
     spikes: SpikeWindow = field(default_factory=SpikeWindow)
@@ -46,7 +49,7 @@ class Progress:
         """Add one step to the counts. plan: the step's sizes."""
         self.step += 1
         self.next_sample = self.order.nth(self.next_sample, plan.windows)
-        self.tokens += plan.tokens
+        self.last_step_at, self.tokens = self.tokens, self.tokens + plan.tokens
 
     def rollback_to(self, saved: dict[str, Any], pass_over: bool) -> Rollback:
         """Return the `Rollback` from this step to a checkpoint with the JSON state `saved`. Do not change this object.
@@ -72,6 +75,7 @@ class Progress:
             "next_sample": self.next_sample,
             "order": self.order.state(),
             "tokens": self.tokens,
+            "last_step_at": self.last_step_at,
             "skipped_in_a_row": self.skipped_in_a_row,
             "rollbacks": [asdict(rollback) for rollback in self.rollbacks],
             "spikes": self.spikes.state(),
@@ -82,6 +86,7 @@ class Progress:
         state = saved["progress"]
         for key in ("step", "next_sample", "tokens", "skipped_in_a_row"):
             setattr(self, key, int(state[key]))
+        self.last_step_at = last_step_at(state)
         self.order = Order.restored(state["order"], saved["inputs"]["run.seed"])
         self.pass_over([Rollback(**one) for one in state["rollbacks"]])
         self.spikes.load(state["spikes"])

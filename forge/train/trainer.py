@@ -111,9 +111,9 @@ class Trainer:
     def _prepare_change(self) -> None:
         """Prepare a step that has other sizes or windows than the step before, because a phase begins. Collective."""
         plan, before = self.plan, self._previous
-        step, tokens = self.progress.step, self.progress.tokens
+        step = self.progress.step
         # The plan of the last step of the history. A process that has just started or rolled back may have made another.
-        last = self.phases.ended_at(step, tokens) if self._is_reopened and step else before
+        last = self.phases.at(self.progress.last_step_at) if self._is_reopened and step else before
         self._is_reopened = False
         if before is not None and plan is not before:
             kinds = {

@@ -41,8 +41,6 @@ def test_steps_are_counted_through_phases_and_ramps() -> None:
         assert phases.tokens_after(step) == before
         assert phases.steps_to(before) == step
         assert phases.tokens_after(len(tokens) - 1 - step, before) == tokens[-1]
-        if step:
-            assert phases.ended_at(step, before) == phases.at(tokens[step - 1])
     assert parse_toml_text(to_toml(config)) == config
 
 

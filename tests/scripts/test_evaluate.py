@@ -7,11 +7,13 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from forge.checkpoint.folders import step_name
 from forge.data.format import TokenDataset
 from forge.data.tokenizer import ByteTokenizer
 from forge.runtime.errors import BAD_CONFIG
@@ -34,7 +36,7 @@ def run(folder) -> Run:
     return trained(folder)
 
 
-def evaluate(run: Run, *arguments: object) -> Result:
+def evaluate(run: Any, *arguments: object) -> Result:
     return call(run.path.parent, "evaluate", "--checkpoint", run.path, *arguments)
 
 
@@ -151,6 +153,25 @@ def test_a_run_on_synthetic_data_is_measured_on_its_own_held_out_stream(tmp_path
     (expected,) = [line["eval"]["held"] for line in run.metrics() if "eval" in line]
     found = one_object(evaluate(run, "--data", "synthetic", "--json"))
     assert found["loss"] == pytest.approx(expected, abs=1e-6) and found["bits_per_byte"] is None
+
+
+def test_a_phase_is_evaluated_with_its_own_sequences_in_the_run_and_by_the_script(tmp_path) -> None:
+    run = Run(
+        tmp_path,
+        "--train.steps=2",
+        '--data.validation=[{name="held",path="synthetic"}]',
+        "--evaluate.interval=1",
+        "--evaluate.sequences=4",
+        "--phase=[{seq_len=16,until_tokens=128,global_batch_size=8},{document_mask=true}]",
+        "--checkpoint.interval=1",
+    )
+    assert run() == 0
+    expected = [line["eval"]["held"] for line in run.metrics() if "eval" in line]
+    for step, sequences, labels in ((1, 8, 8 * 16), (2, 4, None)):
+        checkpoint = run.path / "checkpoints" / step_name(step)
+        found = one_object(evaluate(SimpleNamespace(path=checkpoint), "--data", "synthetic", "--json"))
+        assert found["loss"] == pytest.approx(expected[step - 1], abs=1e-6)
+        assert found["sequences"] == sequences and found["tokens"] == (labels or found["tokens"])
 
 
 def test_json_is_valid_with_non_finite_numbers(capsys) -> None:

@@ -115,3 +115,17 @@ def test_every_sample_is_read_once_in_any_history(mixture, steps) -> None:
     history.go_on(100)
     history.check()
     assert len(history.progress.order.segments) <= 1 + len(steps)
+
+
+def test_a_checkpoint_names_the_tokens_before_its_last_step() -> None:
+    """Phases find the settings of the last step by them, also if earlier steps had other batch sizes."""
+    dataset = PackedDataset([Numbers("a", 5)], [1.0], 1, seed=0, block=16)
+    progress, restored = Progress(dataset.order), Progress(dataset.order)
+    for tokens in (70, 30):
+        progress.advance(SimpleNamespace(windows=1, tokens=tokens))
+    saved = {"progress": progress.state(), "inputs": input_fingerprints(dataset, None)}
+    restored.load(saved)
+    assert restored.last_step_at == 70
+    del saved["progress"]["last_step_at"]  # a checkpoint of an older version
+    restored.load(saved)
+    assert restored.last_step_at == 99
