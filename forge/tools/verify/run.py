@@ -65,13 +65,15 @@ class Report:
     """The results of all layouts.
 
     refused: (layout, reason) of layouts refused by the configuration's checks. not_reached: number of requested layouts
-    for which no time was left. worst: the layout with the largest difference. smallest: the result of `Verifier.reduce`
-    for `worst`, i.e. the smallest layout found that still differs or fails.
+    for which no time was left. not_found: number of requested random layouts beyond the legal ones. worst: the layout with
+    the largest difference. smallest: the result of `Verifier.reduce` for `worst`, i.e. the smallest layout found that still
+    differs or fails.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
     refused: list[tuple[Case, str]] = field(default_factory=list)
     not_reached: int = 0
+    not_found: int = 0
     worst: Outcome | None = None
     smallest: Outcome | None = None
 
@@ -93,6 +95,8 @@ class Report:
             return f"{case.name} is not allowed: {reason}"
         if (asked is not None or random is not None or not self.outcomes) and self.not_reached:
             return f"the time was too short for {self.not_reached} of them; increase --minutes"
+        if self.not_found:
+            return f"--random asks for {self.not_found} layouts more than are legal; lower it"
         for world in worlds:
             if asked is None and world not in {one.case.world for one in self.outcomes}:
                 return f"no layout of {world} processes was compared"
@@ -250,13 +254,17 @@ def verify(
         check(case)
     if cases is None and not report.bad:
         fresh = (case for case in at_random(verifier.config, worlds, seed) if case not in planned)
-        for made, case in enumerate(itertools.islice(fresh, random)):
+        missing = random or 0
+        for case in itertools.islice(fresh, random):
             if report.bad:
                 break
             if left() <= 0:
-                report.not_reached += 0 if random is None else random - made
+                report.not_reached += max(missing, 0)
                 break
             check(case)
+            missing -= 1
+        else:
+            report.not_found = max(missing, 0)
     if report.bad:
         # Prefer a difference: it says more than a failure.
         report.worst = max(report.bad, key=lambda one: (one.status == "different", one.size))

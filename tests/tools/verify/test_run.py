@@ -60,6 +60,13 @@ def test_as_many_random_layouts_as_were_asked_for(monkeypatch) -> None:
     assert len(report.outcomes) == len(list(systematic(SMALL, [1, 2]))) + 5
 
 
+def test_random_layouts_that_do_not_exist_are_counted_if_asked_for(monkeypatch) -> None:
+    report = verify(Fake(equal, monkeypatch), None, worlds=[1], random=500, seconds=inf)
+    missing = len(list(systematic(SMALL, [1]))) + 500 - len(report.outcomes)
+    assert report.not_found == missing > 0 and not report.bad
+    assert f"--random asks for {missing} layouts more" in (report.missing(None, [1], random=500) or "")
+
+
 def test_random_layouts_beyond_the_time_budget_are_counted_if_asked_for(monkeypatch) -> None:
     systematically = len(list(systematic(SMALL, [1, 2])))
     seconds = systematically + 2.0
