@@ -24,10 +24,15 @@ def is_elastic() -> bool:
     return "FORGE_NODES" in os.environ
 
 
-def may_leave() -> bool:
-    """Return whether the run would continue without this node."""
+def nodes_to_spare() -> int:
+    """Return the number of nodes without which the run would continue."""
     least = int(os.environ.get("FORGE_NODES", "0").partition(":")[0])
-    return is_elastic() and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > least
+    return max(int(os.environ.get("GROUP_WORLD_SIZE", "1")) - least, 0) if is_elastic() else 0
+
+
+def node_of(rank: int) -> int:
+    """Return the number of the node of `rank`. torchrun gives every node the same number of consecutive ranks."""
+    return rank // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def leave() -> None:

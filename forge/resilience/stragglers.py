@@ -20,7 +20,7 @@ import torch.distributed as dist
 from forge.config.schema import Resilience
 from forge.hook import Hook
 from forge.model import Transformer
-from forge.resilience.elastic import leave, may_leave
+from forge.resilience.elastic import leave, node_of, nodes_to_spare
 from forge.runtime import compat
 from forge.runtime.causes import Cause
 
@@ -55,7 +55,8 @@ class Stragglers(Hook):
         self._data_s: list[float] = []
         self._step_s: list[float] = []
         self._timing_forward = False
-        self._drain_after, self._slow_in_a_row = config.drain_stragglers, 0
+        self._drain_after = config.drain_stragglers
+        self._slow_in_a_row: dict[int, int] = {}  # rank -> number of reports
         self._gathering: tuple[int, torch.Tensor, dist.Work | None] | None = None
         blocks = [(_kind(part, layer), block) for part in parts for layer, block in part.layers.items()]
         self._kind = -1
@@ -126,20 +127,23 @@ class Stragglers(Hook):
             )
 
     def _drain(self, step: int, slow: set[int]) -> None:
-        """Make this rank's node leave the run if this rank has been slow in several consecutive reports. Call on every rank.
+        """Make nodes leave the run whose ranks have been slow in several consecutive reports. Call on every rank.
 
-        slow: the slow ranks of this report.
+        slow: the slow ranks of this report, equal on all ranks. So all ranks agree on the nodes that leave, and the run
+        keeps its smallest number of nodes.
         """
-        self._slow_in_a_row = self._slow_in_a_row + 1 if dist.get_rank() in slow else 0
-        if self._slow_in_a_row >= self._drain_after and may_leave():
-            log.warning(
-                "this node leaves the run at step %d: one of its ranks was slow in %d consecutive reports",
-                step,
-                self._slow_in_a_row,
-                extra=Cause.DRAINED.mark,
-            )
-            leave()
-            self._slow_in_a_row = 0
+        self._slow_in_a_row = {rank: self._slow_in_a_row.get(rank, 0) + 1 for rank in sorted(slow)}
+        due = [rank for rank, reports in self._slow_in_a_row.items() if reports >= self._drain_after]
+        first = {node_of(rank): rank for rank in reversed(due)}  # one rank of each node tells its agent
+        for rank in sorted(first.values())[: nodes_to_spare()]:
+            reports = self._slow_in_a_row.pop(rank)
+            if rank == dist.get_rank():
+                log.warning(
+                    "this node leaves the run at step %d: rank %d was slow in %d consecutive reports",
+                    *(step, rank, reports),
+                    extra=Cause.DRAINED.mark,
+                )
+                leave()
 
     def _begin_forward(self, *_: object) -> None:
         if self._timing_forward:

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from forge.config.schema import Resilience
 from forge.resilience import elastic, stragglers
-from forge.resilience.elastic import exit_code_after_stop, may_leave
+from forge.resilience.elastic import exit_code_after_stop, nodes_to_spare
 from forge.runtime.errors import FINISHED, STOPPED
 from forge.tools.elastic import agent
 from forge.tools.elastic.meeting import OVER, Meeting, clock_offset
@@ -54,17 +54,17 @@ def test_only_a_signal_to_some_nodes_of_an_elastic_run_is_not_the_end_of_the_run
 def test_a_node_may_leave_while_more_than_the_minimum_remain(monkeypatch) -> None:
     monkeypatch.delenv("FORGE_NODES", raising=False)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
-    assert not may_leave()
+    assert nodes_to_spare() == 0
     monkeypatch.setenv("FORGE_NODES", "2:4")
-    assert may_leave()
+    assert nodes_to_spare() == 1
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert not may_leave()
+    assert nodes_to_spare() == 0
 
 
 def test_a_repeatedly_slow_rank_makes_its_node_leave(monkeypatch) -> None:
     left: list[int] = []
     monkeypatch.setattr(stragglers.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(stragglers, "may_leave", lambda: True)
+    monkeypatch.setattr(stragglers, "nodes_to_spare", lambda: 1)
     monkeypatch.setattr(stragglers, "leave", lambda: left.append(1))
     hook = stragglers.Stragglers(
         Resilience(drain_stragglers=2), [], torch.device("cpu"), lambda *_, **__: None
@@ -73,6 +73,22 @@ def test_a_repeatedly_slow_rank_makes_its_node_leave(monkeypatch) -> None:
         assert not left
         hook._drain(10, slow)
     assert left == [1]
+
+
+@pytest.mark.parametrize(("spare", "leaving"), [(0, []), (1, [2]), (2, [2, 6]), (3, [2, 6])])
+def test_slow_nodes_leave_until_the_minimum_remains(monkeypatch, spare: int, leaving: list[int]) -> None:
+    """Two ranks of node 1 and one of node 3 are slow. One rank of each node tells its agent."""
+    left: list[int] = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(stragglers, "nodes_to_spare", lambda: spare)
+    monkeypatch.setattr(stragglers, "leave", lambda: left.append(stragglers.dist.get_rank()))
+    for rank in range(8):
+        monkeypatch.setattr(stragglers.dist, "get_rank", lambda rank=rank: rank)
+        hook = stragglers.Stragglers(
+            Resilience(drain_stragglers=1), [], torch.device("cpu"), lambda *_, **__: None
+        )
+        hook._drain(10, {6, 3, 2})
+    assert left == leaving
 
 
 def test_the_rendezvous_uses_the_clock_of_its_server(monkeypatch, capsys) -> None:
