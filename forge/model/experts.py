@@ -91,7 +91,8 @@ class RowGroups:
 
         The first access synchronises with the device; all products of a layer share the result.
         """
-        return list(host.read(self.counts))
+        (sizes,) = host.read(self.counts)
+        return list(sizes)
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None) -> Tensor:

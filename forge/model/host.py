@@ -6,11 +6,12 @@ the numbers read by the first run and does not synchronise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -34,13 +35,13 @@ class HostReads:
         finally:
             _current.reset(token)
 
-    def read(self, x: Tensor) -> Any:
-        """Return `x.tolist()`. Forward records the value.
+    def read(self, *tensors: Tensor) -> list[Any]:
+        """Return `lists_of(tensors)`. Forward records the value.
 
         Recomputation returns the recorded value without a synchronisation.
         """
         if self._next == len(self._values):
-            self._values.append(x.tolist())
+            self._values.append(lists_of(tensors))
         self._next += 1
         return self._values[self._next - 1]
 
@@ -49,7 +50,16 @@ class HostReads:
 _current: ContextVar[HostReads | None] = ContextVar("host_reads", default=None)
 
 
-def read(x: Tensor) -> Any:
-    """Return `x.tolist()`. Synchronises with the device, except in recomputation."""
+def read(*tensors: Tensor) -> list[Any]:
+    """Return `x.tolist()` of each of `tensors`. Synchronises with the device once, except in recomputation."""
     reads = _current.get()
-    return x.tolist() if reads is None else reads.read(x)
+    return lists_of(tensors) if reads is None else reads.read(*tensors)
+
+
+def lists_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """Return `x.tolist()` of each of `tensors`, with one synchronisation for all."""
+    # On CUDA, a copy that does not wait goes to pinned memory.
+    copies = [x.to("cpu", non_blocking=True) for x in tensors]
+    if tensors[0].is_cuda:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+    return [copy.tolist() for copy in copies]

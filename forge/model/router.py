@@ -166,9 +166,10 @@ class Router(nn.Module):
         aux = z_loss = logits.new_zeros(())
         if config.balance in ("aux_loss", "sequence_aux_loss"):
             shares = scores / (scores.sum(-1, keepdim=True) + TINY)
-            shares = shares.masked_fill(~valid.unsqueeze(-1), 0.0).sum(1)  # [batch, n_experts]
             load = self.previous_counts if config.balance == "aux_loss" else self.sum_over_sequence(counts)
-            aux = (_relative(load, shares.dtype) * shares).sum()
+            # Sum over experts first: a compiler fuses this sum with the scores.
+            of_tokens = (_relative(load, shares.dtype).unsqueeze(-2) * shares).sum(-1)
+            aux = of_tokens.masked_fill(~valid, 0.0).sum()
         if config.z_loss_coef:
             z_loss = logits.logsumexp(-1).square().masked_fill(~valid, 0.0).sum()
         loss = config.aux_loss_coef * aux + config.z_loss_coef * z_loss

@@ -142,7 +142,7 @@ def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> list[tuple[list[int]
     leaving, arriving: rows per expert, int64 `[ranks, parts, local experts]`. Synchronises with the device, except in
     recomputation.
     """
-    sends, receives = host.read(torch.stack([leaving, arriving]))
+    sends, receives = host.read(leaving, arriving)
     return [
         ([sum(rank[part]) for rank in sends], [sum(rank[part]) for rank in receives])
         for part in range(leaving.shape[1])
@@ -300,12 +300,13 @@ def node_sizes_from_counts(
     to_nodes, from_nodes: rows, int64 `[nodes, parts]`. leaving, arriving: rows, int64 `[ranks, parts, local experts]`.
     Synchronises with the device, except in recomputation.
     """
-    # [2 * nodes + 2 * ranks, parts]
-    numbers = host.read(torch.cat([to_nodes, from_nodes, leaving.sum(2), arriving.sum(2)]))
-    nodes, ranks = to_nodes.shape[0], leaving.shape[0]
-    found = []
-    for number in range(len(numbers[0])):
-        part = [row[number] for row in numbers]
-        of_nodes, of_ranks = part[: 2 * nodes], part[2 * nodes :]
-        found.append((of_nodes[:nodes], of_nodes[nodes:], of_ranks[:ranks], of_ranks[ranks:]))
-    return found
+    to_node, from_node, to_rank, from_rank = host.read(to_nodes, from_nodes, leaving, arriving)
+    return [
+        (
+            [node[part] for node in to_node],
+            [node[part] for node in from_node],
+            [sum(rank[part]) for rank in to_rank],
+            [sum(rank[part]) for rank in from_rank],
+        )
+        for part in range(to_nodes.shape[1])
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.collectives import collectives_of
-from forge.model import Router
+from forge.model import Router, host
 from forge.model.dispatch import LocalDispatcher
 from forge.model.experts import RowGroups
 from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher
@@ -218,13 +219,13 @@ def test_selective_recomputation_exchanges_no_tokens_again(mode: str, number: in
 def _waits(rank: int, world: int, text: str) -> list[int]:
     """Return the number of host reads of row counts in each of two steps."""
     model, batch = build(text, world)
-    tolist, found = torch.Tensor.tolist, []
+    lists_of, found = host.lists_of, []
 
-    def counted(x: torch.Tensor) -> Any:
+    def counted(tensors: Sequence[torch.Tensor]) -> list[Any]:
         found[-1] += 1
-        return tolist(x)
+        return lists_of(tensors)
 
-    torch.Tensor.tolist = counted  # type: ignore[method-assign]
+    host.lists_of = counted
     for _ in range(2):
         found.append(0)
         model.forward_backward(batch, torch.tensor(100.0))
