@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.tools.inference.average import average
-from scripts.options import Options, exit_code_of
+from scripts.options import Options, exit_code_of, local_path
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT", help="folders of checkpoints, step-...")
-    add("--output", type=Path, required=True, help="folder to write; must not exist")
+    add("--output", type=local_path, required=True, help="folder to write; must not exist")
     add(
         "--ema",
         action="store_true",

@@ -20,7 +20,7 @@ import torch
 from forge.config import load_config
 from forge.tools.sweep.coordinates import check_widths, growth
 from scripts import images
-from scripts.options import Options, exit_code_of, positive
+from scripts.options import Options, exit_code_of, local_path, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=4,
         help="compare activations before and after this number of optimizer steps (%(default)s)",
     )
-    add("--output", type=Path, default=Path("coordinates.svg"), help="image to write (%(default)s)")
+    add("--output", type=local_path, default=Path("coordinates.svg"), help="image to write (%(default)s)")
     given, overrides = parser.parse_known_args(arguments)
     return exit_code_of(lambda: _run(given, overrides))
 

@@ -8,6 +8,7 @@ Only one tensor is in memory at a time. If the conversion fails, no output folde
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 from forge.checkpoint import find_checkpoint
 from forge.observe.progress import ProgressLine
 from forge.tools.hf import export_weights, import_weights
-from scripts.options import Options, exit_code_of, number
+from scripts.options import Options, exit_code_of, local_path, number
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
@@ -81,13 +82,13 @@ def _parser() -> Options:
     ):
         direction.add_argument("--input", required=True, metavar="DIR", help=source)
         direction.add_argument(
-            "--output", required=True, metavar="DIR", help="folder to write; must not exist"
+            "--output", type=local_path, required=True, metavar="DIR", help="folder to write; must not exist"
         )
     to_hf.add_argument(
         "--dtype", choices=[*DTYPES, "stored"], default="stored", help="type of the weights (as stored)"
     )
     size, limit = (
-        number(float, lambda value: value > 0, "more than 0"),
+        number(float, lambda value: 0 < value < math.inf, "a number above 0"),
         "maximum size of a file in GB (%(default)s)",
     )
     to_hf.add_argument("--shard-size", type=size, default=5.0, metavar="GB", help=limit)

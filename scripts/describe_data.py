@@ -15,7 +15,7 @@ from forge.data.tokenizer import load_tokenizer
 from forge.runtime.errors import UserError
 from forge.runtime.files import replace_atomically
 from forge.tools.prepare.statistics import page
-from scripts.options import Options, count, exit_code_of
+from scripts.options import Options, count, exit_code_of, local_path
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("dataset", type=Path, metavar="DIR", help="a folder with a dataset.json")
     add(
         "--output",
-        type=Path,
+        type=local_path,
         default=Path("data.html"),
         metavar="FILE",
         help="the page to write (%(default)s)",

@@ -41,6 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(given: argparse.Namespace) -> None:
     if not given.data and not given.tasks:
         raise UserError("nothing to measure: give --data DIR, or --tasks NAME,NAME")
+    for name in () if given.tasks else ("include_path", "num_fewshot", "limit"):
+        if getattr(given, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')}: only with --tasks")
     tasks = _tasks() if given.tasks else None  # report a missing lm-eval before loading the model
     opened = open_model(given)
     # Open all sources before measuring the first source, to report all mistakes at the start.

@@ -27,7 +27,7 @@ from forge.tools.report.read import read_runs
 from forge.tools.sweep.law import OPERATIONS, Fit, fit_law
 from forge.tools.sweep.measured import MeasuredRun, best_of_each, find_runs, measure
 from forge.tools.sweep.optima import PowerLaw, fit_power_law, least_at
-from scripts.options import Options, add_trust_option, count, exit_code_of, number
+from scripts.options import Options, add_trust_option, count, exit_code_of, local_path, number
 
 above_zero = number(float, lambda value: 0 < value < math.inf, "above 0 and finite")
 
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=100,
         help="number of bootstrap samples for the intervals (%(default)s)",
     )
-    add("--output", type=Path, help="page to write")
+    add("--output", type=local_path, help="page to write")
     add_trust_option(add)
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)

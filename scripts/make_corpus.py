@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from forge.runtime.cores import cores
 from forge.tools.prepare.packages import make_corpus, read_manifest
-from scripts.options import Options, exit_code_of, positive
+from scripts.options import Options, exit_code_of, local_path, positive
 
 MANIFEST = Path(__file__).resolve().parent / "corpus.toml"
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     add(
         "--output",
         required=True,
-        type=Path,
+        type=local_path,
         metavar="DIR",
         help="folder to write the text, tokenizer and datasets to",
     )

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from forge.observe.hardware import GIB
 from forge.runtime.cores import cores
 from forge.tools.plan.node import clock_of, median_s
-from scripts.options import Options, exit_code_of, positive
+from scripts.options import Options, exit_code_of, local_path, positive
 
 MeasuredRates = list[list[float]]
 Action = Callable[[], object]
@@ -52,7 +52,12 @@ def main(argv: list[str]) -> int:
     """Measure, write the file and return the exit code."""
     parser = Options(description=__doc__)
     add = parser.add_argument
-    add("--output", type=Path, default=Path("hardware.toml"), help="file to write (default: hardware.toml)")
+    add(
+        "--output",
+        type=local_path,
+        default=Path("hardware.toml"),
+        help="file to write (default: hardware.toml)",
+    )
     add(
         "--threads",
         type=positive,

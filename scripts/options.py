@@ -9,9 +9,11 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED, STOPPED, UserError, nearest
+from forge.runtime.files import why_not_local
 from forge.tools.prepare.corpus import EXTENSIONS
 
 Number = TypeVar("Number", int, float)
@@ -100,6 +102,13 @@ def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) ->
 positive = number(int, lambda value: value >= 1, "at least 1")
 count = number(int, lambda value: value >= 0, "at least 0")
 port = number(int, lambda value: 0 <= value < 2**16, "from 0 to 65535")
+
+
+def local_path(text: str) -> Path:
+    """Return the path `text` of a file or folder to write. A `type` for argparse."""
+    if (reason := why_not_local(text)) is not None:
+        raise argparse.ArgumentTypeError(reason)
+    return Path(text)
 
 
 def add_trust_option(add: Callable[..., object]) -> None:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.runtime.errors import UserError
 from forge.tools.report.read import read_run
 from scripts import images
-from scripts.options import Options
+from scripts.options import Options, local_path
 
 
 def main(argv: list[str]) -> int:
@@ -22,7 +22,9 @@ def main(argv: list[str]) -> int:
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("run", type=Path, help="the run's directory, which holds metrics.jsonl")
-    add("--output", type=Path, default=Path("experts.svg"), help="image to write (default: experts.svg)")
+    add(
+        "--output", type=local_path, default=Path("experts.svg"), help="image to write (default: experts.svg)"
+    )
     add("--mark", type=float, default=1.5, help="load to mark by a horizontal line (default: 1.5)")
     given = parser.parse_args(argv)
     return images.write(given.output, lambda: draw(given.run, given.mark))

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.runtime.errors import UserError
 from forge.tools.report.read import read_runs
 from scripts import images
-from scripts.options import Options
+from scripts.options import Options, local_path
 
 
 def main(argv: list[str]) -> int:
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory, which holds metrics.jsonl")
-    add("--output", type=Path, default=Path("loss.svg"), help="image to write (default: loss.svg)")
+    add("--output", type=local_path, default=Path("loss.svg"), help="image to write (default: loss.svg)")
     add(
         "--mark",
         type=_mark,

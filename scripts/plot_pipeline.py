@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.config.pipeline import ONE_PER_RANK
 from forge.parallel.pipeline.schedule import Schedule, TimedAction, make_schedule, read_schedule
 from scripts import images
-from scripts.options import Options, positive
+from scripts.options import Options, local_path, positive
 
 COLORS = {"F": "#93c5fd", "B": "#86efac", "I": "#bbf7d0", "W": "#fcd34d"}
 NAMES = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights"}
@@ -43,7 +43,12 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="do not split backward passes, as with recomputation or compilation",
     )
-    add("--output", type=Path, default=Path("pipeline.svg"), help="image to write (default: pipeline.svg)")
+    add(
+        "--output",
+        type=local_path,
+        default=Path("pipeline.svg"),
+        help="image to write (default: pipeline.svg)",
+    )
     given = parser.parse_args(argv)
     return images.write(given.output, lambda: _picture(given))
 

@@ -24,7 +24,7 @@ from forge.observe.hardware import GIB
 from forge.parallel.pipeline.schedule import Action, TimedAction, idle_share
 from forge.runtime.errors import FINISHED
 from scripts import images
-from scripts.options import Options
+from scripts.options import Options, local_path
 from scripts.plot_pipeline import draw_timeline
 
 # Kinds of memory, in the order of the stacked areas from bottom to top.
@@ -36,7 +36,12 @@ def main(argv: list[str]) -> int:
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("--plan", type=Path, required=True, help="output of train.py --plan --json")
-    add("--output", type=Path, default=Path(), help="folder for the images (default: the current folder)")
+    add(
+        "--output",
+        type=local_path,
+        default=Path(),
+        help="folder for the images (default: the current folder)",
+    )
     given = parser.parse_args(argv)
     try:
         given.output.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from forge.runtime.cores import cores
 from forge.tools.prepare.part import MAX_BAD_FRACTION
 from forge.tools.prepare.prepare import Request, prepare
 from forge.tools.prepare.quality import Quality
-from scripts.options import Options, add_input_options, exit_code_of, number, positive
+from scripts.options import Options, add_input_options, exit_code_of, local_path, number, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def _parser() -> Options:
     tokenizers = "'bytes', a SentencePiece .model, a tokenizer.json, or a folder with one"
     add("--tokenizer", required=True, metavar="PATH", help=tokenizers)
     targets = "folder to write; with --holdout, its subfolders train and validation"
-    add("--output", required=True, metavar="DIR", help=targets)
+    add("--output", type=local_path, required=True, metavar="DIR", help=targets)
     add(
         "--workers",
         type=positive,

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.runtime.files import replace_atomically
 from forge.tools.report.read import RunRecord, read_runs
 from forge.tools.report.serve import PageServer
-from scripts.options import Options, add_trust_option, exit_code_of, port, positive
+from scripts.options import Options, add_trust_option, exit_code_of, local_path, port, positive
 from scripts.planned import Planner
 
 
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory, such as runs/debug")
-    add("--output", type=Path, default=Path("report.html"), help="the page to write (%(default)s)")
+    add("--output", type=local_path, default=Path("report.html"), help="the page to write (%(default)s)")
     add("--live", action="store_true", help="serve the page instead of writing it, until Ctrl-C")
     add("--port", type=port, default=8642, help="with --live: port on 127.0.0.1, 0 for any (%(default)s)")
     add(

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.tools.prepare.train_tokenizer import BYTES_PER_PIECE, LEAST_SAMPLE, train_tokenizer
-from scripts.options import Options, add_input_options, exit_code_of, positive
+from scripts.options import Options, add_input_options, exit_code_of, local_path, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Options(description=__doc__)
     add = parser.add_argument
     add_input_options(add)
-    add("--output", required=True, metavar="DIR", help="folder to write tokenizer.model to")
+    add("--output", type=local_path, required=True, metavar="DIR", help="folder to write tokenizer.model to")
     add(
         "--vocab-size",
         required=True,

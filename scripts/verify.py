@@ -69,9 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _library(given: argparse.Namespace) -> list[Outcome]:
     """Compare another library's parallelism of a plain module with one process, and print the results."""
     others = ("config", "layouts", "against", "in_place", "digests", "precision", "random", "bound")
-    values = {f"--{name.replace('_', '-')}": getattr(given, name) for name in others}
-    if mixed := [option for option, value in values.items() if value is not None and value is not False]:
-        raise UserError(f"--module cannot be combined with {', '.join(mixed)}")
+    _refuse_with("--module", given, *others)
     if given.module is None or given.parallelize is None:
         raise UserError("--module and --parallelize belong together: give both, as package.module:function")
     _require_two_steps(given)
@@ -93,6 +91,10 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
     cases = None if given.layouts is None else parse_layouts(given.layouts)
     if given.bound is not None and given.against is None:
         raise UserError("--bound: only with --against or --in-place")
+    if given.make_optimizer is not None:
+        raise UserError("--make-optimizer: only with --module")
+    if given.layouts is not None:
+        _refuse_with("--layouts", given, "random", "world_sizes")
     config = load_config(["--config", given.config, *overrides])
     small, notes = shrink(config)
     settings = _settings(given, small)
@@ -127,6 +129,13 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
     return report
 
 
+def _refuse_with(option: str, given: argparse.Namespace, *others: str) -> None:
+    """Raise UserError if any of the options `others` is given, as `option` does not use them."""
+    values = {f"--{name.replace('_', '-')}": getattr(given, name) for name in others}
+    if mixed := [other for other, value in values.items() if value is not None and value is not False]:
+        raise UserError(f"{option} cannot be combined with {', '.join(mixed)}")
+
+
 def _require_two_steps(given: argparse.Namespace) -> None:
     if given.steps == 1:
         raise UserError("--steps 1: needs 2 or more, one before and one after the checkpoint")
@@ -151,8 +160,7 @@ def _in_place(given: argparse.Namespace, overrides: list[str]) -> int:
     outcomes: list[Outcome] = []
 
     def work(world: World) -> None:
-        if given.layouts is not None or given.against is not None or given.precision:
-            raise UserError("--in-place: cannot be combined with --layouts, --against or --precision")
+        _refuse_with("--in-place", given, "layouts", "against", "precision", "random", "world_sizes")
         _require_two_steps(given)
         config = load_config(["--config", given.config, *overrides])
         small, outcome = verify_in_place(
@@ -183,12 +191,7 @@ def _write_digests(given: argparse.Namespace, overrides: list[str]) -> None:
         raise UserError(
             "--digests: needs --world-sizes N, the number of processes of the run that will read the file"
         )
-    others = (given.layouts, given.against, given.precision or None, given.random, given.bound)
-    if any(value is not None for value in others):
-        raise UserError(
-            "--digests: cannot be combined with --layouts, --against, --precision, --random or --bound, except with "
-            "--in-place"
-        )
+    _refuse_with("--digests without --in-place", given, "layouts", "against", "precision", "random", "bound")
     _require_two_steps(given)
     config = load_config(["--config", given.config, *overrides])
     settings = _settings(given, shrink(config)[0])
@@ -233,8 +236,7 @@ def _against(
     given: argparse.Namespace, small: Config, cases: list[Case], settings: Settings, progress: ProgressPrinter
 ) -> Report:
     """Compare this checkout with the checkout --against, layout by layout."""
-    if given.precision:
-        raise UserError("--precision: cannot be combined with --against")
+    _refuse_with("--against", given, "precision", "random", "world_sizes")
     try:
         return verify_against(small, cases, settings, given.against, given.bound or 0.0, progress.end)
     except RankFailed as error:

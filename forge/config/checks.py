@@ -18,6 +18,7 @@ from forge.config.pipeline import SPLIT_BACKWARD, check_stages
 from forge.config.problem import Problem, multiples, problem, with_values
 from forge.config.schema import Config
 from forge.runtime.errors import nearest
+from forge.runtime.files import why_not_local
 
 EVEN = "must be even, because RoPE rotates pairs of features"
 
@@ -28,7 +29,7 @@ def check(config: Config) -> list[Problem]:
     Each key must already be valid by itself.
     """
     first = (_heads, _layers, _tensor, _tensor_plan, _rope_scaling, _moe)
-    then = (_engine, check_stages, _precision, check_float8, _optimizer, _others, check_phases)
+    then = (_engine, check_stages, _precision, check_float8, _optimizer, _folders, _others, check_phases)
     found = with_values((one for some in (*first, *then) for one in some(config)), config)
     return found or list(_each_phase(config))
 
@@ -291,6 +292,20 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             needed = f"needs optimizer.name = muon, but it is {optimizer.name}"
             remedy = "set optimizer.name = muon, or leave the table [optimizer.muon] out"
             yield problem(f"optimizer.muon.{key}", needed, remedy, "optimizer.name")
+
+
+def _folders(config: Config) -> Iterator[Problem]:
+    folders = {
+        "run.output_dir": config.run.output_dir,
+        "checkpoint.local_dir": config.checkpoint.local_dir,
+        "data.cache_dir": config.data.cache_dir,
+    }
+    for key, folder in folders.items():
+        if (reason := why_not_local(folder)) is not None:
+            copies = (
+                "; to copy checkpoints to a store, set checkpoint.mirror" if key == "run.output_dir" else ""
+            )
+            yield problem(key, reason, f"use a folder on a local or shared disk{copies}")
 
 
 def _others(config: Config) -> Iterator[Problem]:

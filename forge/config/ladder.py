@@ -64,6 +64,8 @@ def _tokens(model: dict[str, Any], ladder: dict[str, Any]) -> int:
         per_parameter = ladder.get(
             "tokens_per_parameter", Ladder.model_fields["tokens_per_parameter"].default
         )
+        if not isinstance(per_parameter, int | float) or not math.isfinite(per_parameter):
+            return 1  # a value that the schema refuses
         return max(1, round(per_parameter * parameters))
     except TypeError:  # a value of a wrong type, which the schema refuses
         return 1

@@ -6,7 +6,7 @@ The settings are a pure function of the number of tokens trained before the step
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
@@ -268,6 +268,11 @@ def with_steps(config: Config, step: int = 0, tokens: int = 0) -> Config:
         return config
     steps = step + Phases(config).steps_to(config.train.tokens, tokens)
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+
+def without_microbatches(phases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tables of [[phase]] without micro_batch_size, which parallel.fallbacks may set."""
+    return [{key: value for key, value in phase.items() if key != "micro_batch_size"} for phase in phases]
 
 
 def last_step_at(progress: Mapping[str, Any]) -> int:

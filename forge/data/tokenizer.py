@@ -166,6 +166,10 @@ class SentencePieceTokenizer:
         escaped = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _ESCAPED_SPACE.encode()]
         self._escaped_space = escaped if all(self._processor.is_byte(i) for i in escaped) else None
 
+    def id_of(self, piece: str) -> int:
+        """Return the id of `piece`; the id of the unknown piece if there is none."""
+        return self._processor.piece_to_id(piece)
+
     def encode(self, text: str) -> list[int]:
         text.encode("utf-8")  # raises for lone surrogates, which SentencePiece would replace
         if self._escaped_space is None or _ESCAPED_SPACE not in text:

@@ -142,7 +142,9 @@ def _as_written(key: str, there: object, now: object, old: Config, new: Config) 
         return [(key, f"{kind}{there}", f"{kind}{now}")]
     number, field = int(source[1]), source[2]
     if field == "path":
-        return [(key, f"fingerprint {there}", f"fingerprint {now}")]
+        config = new if number < len(used_sources(new)) else old
+        name = f"data.sources[{used_sources(config)[number]}].path"
+        return [(name, f"fingerprint {there}", f"fingerprint {now}")]
     if number >= min(len(used_sources(old)), len(used_sources(new))):
         return []  # added and removed sources are reported by path
     was, is_now = (config.data.sources[used_sources(config)[number]] for config in (old, new))

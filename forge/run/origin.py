@@ -21,6 +21,7 @@ from typing import Any
 from forge.checkpoint import read_digest
 from forge.checkpoint.folders import is_empty
 from forge.config import CommandLine, Config, difference, parse_toml_text
+from forge.config.phases import without_microbatches
 from forge.observe.json_lines import read_lines
 from forge.observe.run_directory import RunDirectory
 from forge.runtime.causes import Cause
@@ -220,14 +221,7 @@ def _matters(key: str, old: Any, new: Any) -> bool:
     if key == "train.micro_batch_size":
         return False
     if key == "phase":
-        tables = [
-            [
-                {name: one for name, one in phase.items() if name != "micro_batch_size"}
-                for phase in phases or ()
-            ]
-            for phases in (old, new)
-        ]
-        return tables[0] != tables[1]
+        return without_microbatches(old or ()) != without_microbatches(new or ())
     return key.partition(".")[0] in SETTINGS or key in ("run.seed", "checkpoint.init")
 
 

@@ -97,6 +97,15 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
     return True
 
 
+def why_not_local(path: str) -> str | None:
+    """Return why `path` names no folder or file of this machine, as the end of a sentence; None: it names one."""
+    if is_url(path):
+        return "must be a path on this machine, not a URL"
+    if path.startswith("~"):
+        return "must be a whole path, because forge does not replace ~"
+    return None
+
+
 def is_url(path: str | Path) -> bool:
     """Return whether `path` is a URL for fsspec: s3://bucket/key, gs://..., https://..."""
     return "://" in str(path)

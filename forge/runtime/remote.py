@@ -343,7 +343,9 @@ def find_objects(url: str) -> dict[str, int]:
             return {}
 
     found = with_retries(url, find)
-    if not found:  # some stores do not list a single object below itself
+    if set(found) <= {
+        url
+    }:  # some stores do not list a single object below itself, or list it without its size
 
         def look() -> dict[str, dict[str, Any]]:
             try:
@@ -353,7 +355,7 @@ def find_objects(url: str) -> dict[str, int]:
                     raise
                 return {}
 
-        found = with_retries(url, look)
+        found = with_retries(url, look) or found
     urls = {(name if is_url(name) else files.unstrip_protocol(name)): found[name] for name in sorted(found)}
     return {name: _size(name, about) for name, about in urls.items()}
 

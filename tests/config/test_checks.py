@@ -25,6 +25,12 @@ KEY_HEADS = (
             "model.head_dim = 9 (default): must be even, because RoPE rotates pairs of features; use 10",
         ),
         (["--model.head_dim=7"], "model.head_dim = 7 (command line): must be even"),
+        (
+            ["--run.output_dir=s3://bucket/runs"],
+            "not a URL; use a folder on a local or shared disk; to copy checkpoints",
+        ),
+        (["--run.output_dir=~/runs"], "must be a whole path, because forge does not replace ~"),
+        (["--data.cache_dir=~/cache"], "must be a whole path, because forge does not replace ~"),
         (["--model.n_kv_heads=3"], "must divide model.n_heads = 8; use one of 1, 2, 4, 8"),
         (
             ['--model.layer_pattern=["full","nope","full"]'],

@@ -66,6 +66,12 @@ def test_a_wrong_depth_is_the_only_problem(value: str) -> None:
     assert str(found.value).startswith("ladder.depth = ") and "\n" not in str(found.value)
 
 
+@pytest.mark.parametrize("value", ["inf", "nan", "20x", "true"])
+def test_a_wrong_number_of_tokens_per_parameter_is_the_problem(value: str) -> None:
+    with pytest.raises(UserError, match=r"ladder\.tokens_per_parameter = "):
+        ladder("--ladder.depth=40", f"--ladder.tokens_per_parameter={value}")
+
+
 def test_a_problem_names_the_dial() -> None:
     with pytest.raises(UserError, match=r"model\.dim = 192 \(from ladder\.depth = 3\): must be a multiple"):
         ladder("--ladder.depth=3", "--model.head_dim=0", "--model.n_heads=7", "--model.n_kv_heads=7")

@@ -160,6 +160,11 @@ FINGERPRINTS = {
             {"data.sources[1].path": "cccc"},
             "data.sources[1].path differs from PATH: fingerprint bbbb in the checkpoint, fingerprint cccc now. Restore",
         ),
+        (
+            [SOURCES.replace("[{", "[{path='unused',weight=0.0},{")],
+            {"data.sources[1].path": "cccc"},
+            "data.sources[2].path differs from PATH: fingerprint bbbb in the checkpoint, fingerprint cccc now. Restore",
+        ),
     ],
 )
 def test_a_changed_mixture_is_refused_with_the_users_keys_and_values(

@@ -60,9 +60,10 @@ def export_files(folder: Path) -> dict[str, bytes]:
 def import_files(folder: Path) -> dict[str, bytes]:
     """Return the content of the tokenizer files in a Hugging Face folder, by name, for `load_tokenizer`.
 
-    A tokenizer.json and a SentencePiece model with equal numbers of tokens count as one tokenizer in two formats. The
-    SentencePiece model then takes precedence, because reading it needs no extra package. Return an empty dict if the folder
-    has neither. Raises UserError for a file whose content does not match its name.
+    A tokenizer.json and a SentencePiece model count as one tokenizer in two formats if they have equal numbers of tokens,
+    and if the model has the settings' begin and end tokens. The SentencePiece model then takes precedence, because reading
+    it needs no extra package. Return an empty dict if the folder has neither. Raises UserError for a file whose content
+    does not match its name.
     """
     if (folder / BYTES_FILE).is_file():
         return {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}
@@ -73,12 +74,23 @@ def import_files(folder: Path) -> dict[str, bytes]:
             SentencePieceTokenizer(content, str(model))  # raises UserError for an invalid model
             return {MODEL_FILE: content}
         try:
-            pieces = SentencePieceTokenizer(content, str(model)).vocab_size
+            tokenizer = SentencePieceTokenizer(content, str(model))
         except UserError:
-            pieces = 0  # in Llama 3, a file of another format has this name
-        if pieces == _vocab_size(described):
+            return _described(folder)  # in Llama 3, a file of another format has this name
+        if tokenizer.vocab_size == _vocab_size(described) and _has_ends_of(tokenizer, folder):
             return {MODEL_FILE: content}
     return _described(folder) if described.is_file() else {}
+
+
+def _has_ends_of(tokenizer: SentencePieceTokenizer, folder: Path) -> bool:
+    """Return whether the begin and end tokens of `tokenizer` are those that the settings files in `folder` name."""
+    settings: dict[str, Any] = {}
+    for path in (folder / name for name in reversed(SETTINGS_FILES)):
+        settings |= read_json(path.read_bytes()) if path.is_file() else {}
+    adds, end = settings.get("add_bos_token"), settings.get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
+    same_begin = adds is None or bool(adds) == (tokenizer.bos_id is not None)
+    return same_begin and (end is None or tokenizer.id_of(end) == tokenizer.eos_id)
 
 
 def _described(folder: Path) -> dict[str, bytes]:

@@ -239,20 +239,22 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
             }
             if config.model.moe is None:
                 del changes["parallel.ep"]
+            own = {key: value_of(config, key) for key in (RESHARD, DEFER)}
+            if engine == "fsdp2" and (pp > 1 or t > 1) and isinstance(own[RESHARD], int):
+                own[RESHARD] = "auto"  # a number of ranks is allowed only without tp and pp
             if pp == 1:
                 several = train.global_batch_size > size * rest
-                yield from (changes | kept for kept in _accumulations(config, engine, several=several))
+                yield from (changes | kept for kept in _accumulations(own, engine, several=several))
                 continue
             for schedule in ("1F1B", "Interleaved1F1B"):
-                yield changes | {"pipeline.schedule": schedule}
+                yield changes | own | {"pipeline.schedule": schedule}
 
 
-def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Changes]:
-    """Yield pairs of values for the keys RESHARD and DEFER, beginning with the config's own pair.
+def _accumulations(own: Changes, engine: str, *, several: bool) -> Iterator[Changes]:
+    """Yield pairs of values for the keys RESHARD and DEFER, beginning with `own`.
 
     With FSDP2 and several microbatches per step (`several`), also yield the pairs that trade memory for traffic.
     """
-    own = {key: value_of(config, key) for key in (RESHARD, DEFER)}
     yield own
     if engine == "fsdp2" and several:
         kept = dict.fromkeys((own[RESHARD], "auto", "never"))

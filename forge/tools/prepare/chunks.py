@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.data.tokenizer import Tokenizer
-from forge.runtime.errors import UserError
+from forge.runtime.errors import UserError, lasting
 from forge.runtime.files import replace_atomically
 from forge.tools.prepare.corpus import Corpus
 from forge.tools.prepare.documents import Bad
@@ -68,7 +68,8 @@ def match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared
     """
     digest = hashlib.sha256()
     for number, (file, *places) in ((n, piece) for n, chunk in enumerate(chunks) for piece in chunk):
-        digest.update(os.fsencode(f"{number}\0{tuple(file)}\0{places}\n"))
+        same = file._replace(path=lasting(file.path))
+        digest.update(os.fsencode(f"{number}\0{tuple(same)}\0{places}\n"))
     content = {"options": options, "chunks": digest.hexdigest(), "version": _VERSION}
     plan = json.dumps(content, sort_keys=True).encode()
     path, existing = parts / "plan.json", list(parts.glob("part-*.npz"))

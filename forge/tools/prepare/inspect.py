@@ -216,8 +216,8 @@ def mixture_of_steps(
                 samples,
                 samples * dataset.seq_len,
                 samples / total,
-                before / windows if windows else 0.0,
-                after / windows if windows else 0.0,
+                order.count_between(name, 0, before) / windows if windows else 0.0,
+                order.count_between(name, 0, after) / windows if windows else 0.0,
             )
         )
     return found

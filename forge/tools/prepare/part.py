@@ -231,6 +231,8 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 
 def _make(number: int, chunk: Chunk, how: Encoding) -> None:
+    # Without its part file, an interrupted chunk counts as not made, even if its input changes back.
+    part_path(how.parts, number).unlink(missing_ok=True)
     tokenizer = tokenizer_of(how.tokenizer)
     tally, starts = Tally(stamp=stamp_of(chunk), plan=how.plan), {}
     with ExitStack() as files:

@@ -25,7 +25,7 @@ from forge.data.format import INDEX, DatasetIndex, TokenDataset
 from forge.data.packing import PackingKind
 from forge.data.tokenizer import Tokenizer
 from forge.observe.progress import ProgressLine, format_duration
-from forge.runtime.errors import FAILED, UserError
+from forge.runtime.errors import FAILED, UserError, lasting
 from forge.runtime.files import is_url, lock
 from forge.runtime.terminal import printable
 from forge.tools.prepare.chunks import cut_corpus, identity_of, match_plan
@@ -181,7 +181,9 @@ def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return all options that influence the result. dataset.json records them, so that a later request can be compared."""
     quality = request.quality
     options = {
-        "input": [path if is_url(path) else printable(os.path.abspath(path)) for path in request.inputs],
+        "input": [
+            lasting(path) if is_url(path) else printable(os.path.abspath(path)) for path in request.inputs
+        ],
         "tokenizer": tokenizer.fingerprint,
         "holdout": request.holdout,
         "max_bytes": request.max_bytes,

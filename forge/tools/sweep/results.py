@@ -11,6 +11,7 @@ from typing import Any
 
 from forge.config import load_config
 from forge.config.keys import difference
+from forge.config.phases import without_microbatches
 from forge.observe.json_lines import read_lines, read_object
 from forge.runtime.errors import UserError
 from forge.runtime.files import replace_atomically
@@ -80,7 +81,9 @@ def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
             fallbacks = " ".join(wanted.parallel.fallbacks).split()
             free = {"run.output_dir", *(one.removeprefix("--").partition("=")[0] for one in fallbacks)}
             for key, there, here in difference(made, wanted):
-                if key not in free:
+                if key == "phase" and "train.micro_batch_size" in free:
+                    there, here = without_microbatches(there or ()), without_microbatches(here or ())
+                if key not in free and there != here:
                     raise UserError(
                         f"{path}: was made with {key} = {there}, but the sweep has {here}: give the edited sweep another "
                         "name, or remove this run's folder"

@@ -207,6 +207,19 @@ def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
+def _literal(word: str, value: str) -> Any:
+    """Return `value` parsed. Raises UserError for an incomplete value, or for a list or table."""
+    try:
+        parsed = from_literal(value, False)
+    except ValueError:
+        parsed = []
+    if isinstance(parsed, list | dict):
+        raise UserError(
+            f"--layouts: {word}: must be one value, without spaces; give a list as an option: --section.key=[...]"
+        )
+    return parsed
+
+
 def _parse(part: str) -> Case:
     if part.strip() == Case().name:
         return Case()
@@ -221,7 +234,7 @@ def _parse(part: str) -> Case:
                 "section.key of the config"
             )
         if key.removeprefix("parallel.") not in AXES:
-            options[key] = from_literal(value, False)
+            options[key] = _literal(word, value)
         elif value.isdecimal() and int(value) > 0:
             degrees[name.removeprefix("parallel.")] = int(value)
         else:

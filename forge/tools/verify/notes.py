@@ -25,6 +25,8 @@ REASONS = {
     "compile.enabled": "nothing is compiled",
     "compile.loss": "nothing is compiled",
     "compile.optimizer": "nothing is compiled",
+    "data.packing": "synthetic text has no packing plan",
+    "data.temperature": "the mixture has one source",
     "model.moe.capacity_factor": "the layout decides which tokens are dropped",
     "model.moe.router_noise": "its noise depends on the layout",
     "optimizer.groups": "the small model has fewer layers",

@@ -272,6 +272,8 @@ def _training(config: Config) -> dict[str, Any]:
         "train.loss_chunk_tokens": min(config.train.loss_chunk_tokens, 48),  # some chunks end within a row
         "train.tokens": 0,
         "data.sources": [{"path": "synthetic"}],
+        "data.packing": "stream",
+        "data.temperature": 0.0,
         # 10 held-out sequences: not a multiple of the microbatches of several ranks.
         "data.validation": [{"name": "held out", "path": "synthetic"}],
         "evaluate.interval": 1,

@@ -157,6 +157,28 @@ def test_a_tokenizer_json_with_tokens_added_later_counts_more_than_its_model(tmp
     assert sorted(import_files(folder)) == ["tokenizer.json", "tokenizer_config.json"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_model"),
+    [
+        (
+            {"add_bos_token": True, "eos_token": "/s"},
+            True,
+        ),  # tags without brackets, because this file is a text
+        ({"add_bos_token": False}, False),
+        ({"eos_token": "s"}, False),
+    ],
+)
+def test_a_tokenizer_model_with_other_ends_than_the_settings_is_ignored(
+    settings: dict, is_model: bool, tmp_path: Path
+) -> None:
+    folder = exported(sentencepiece(**KINDS["plain"]), tmp_path)
+    path = folder / "tokenizer_config.json"
+    if "eos_token" in settings:
+        settings = settings | {"eos_token": {"content": f"<{settings['eos_token']}>"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    assert (list(import_files(folder)) == ["tokenizer.model"]) == is_model
+
+
 def test_a_tokenizer_model_of_another_format_is_ignored_beside_a_tokenizer_json(tmp_path: Path) -> None:
     folder = written(
         export_files_of_bytes(tmp_path) | {"tokenizer.model": b"IQ== 0\nIg== 1\n"}, tmp_path / "theirs"

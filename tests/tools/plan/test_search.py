@@ -163,6 +163,12 @@ def test_layouts_with_one_gather_per_step_are_tried_for_several_microbatches() -
     )
 
 
+def test_a_number_of_ranks_to_gather_from_leaves_out_no_pipeline_and_no_tp() -> None:
+    found = layouts(parse_toml_text(plan_text("reshard_after_forward = 2")), 4, BARE)
+    both = {(layout.degrees.pp > 1, layout.degrees.tp > 1) for layout in found if layout.engine == "fsdp2"}
+    assert both >= {(False, False), (True, False), (False, True)}
+
+
 def _ways(text: str) -> set[tuple[str, bool]]:
     """How layouts with fsdp2 and several microbatches gather and reduce."""
     return {

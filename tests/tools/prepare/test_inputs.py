@@ -73,6 +73,21 @@ def test_a_restart_makes_chunks_again_whose_content_changed_and_no_others(
     assert again == ["part-00000.npz"]
 
 
+def test_a_chunk_made_again_and_interrupted_is_not_the_one_before(request_of, tmp_path, monkeypatch) -> None:
+    """Even if the file changes back, because half of its tokens were replaced."""
+    request = request_of()
+    interrupt(request, monkeypatch)
+    change(tmp_path / "lines.jsonl")
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(part, "write_part", lambda *_: 1 / 0)
+        prepare(request)
+    write_lines(tmp_path / "lines.jsonl")
+    prepare(request)
+    undisturbed = replace(request, output=tmp_path / "undisturbed")
+    prepare(undisturbed)
+    assert documents(request.output) == documents(undisturbed.output)
+
+
 def test_files_with_other_times_and_the_same_content_are_not_tokenized_again(
     request_of, tmp_path, monkeypatch, capsys
 ) -> None:

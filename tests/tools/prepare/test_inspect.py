@@ -124,6 +124,15 @@ def test_the_script_skips_what_the_runs_roll_backs_skip(tmp_path):
     shown = call(tmp_path, "inspect_data", *options)
     assert [line["sample"] for line in objects(shown)] == list(range(48, 64))
     assert "samples 16 to 47 are skipped" in shown.err
+    (line,) = objects(call(tmp_path, "inspect_data", *SYNTHETIC, "--mixture", "--steps=1:2", "--json"))
+    (skipping,) = objects(
+        call(
+            tmp_path,
+            "inspect_data",
+            *(*SYNTHETIC, "--mixture", "--steps=1:2", "--json", f"--run.output_dir={tmp_path}"),
+        )
+    )
+    assert skipping == line
 
 
 @pytest.mark.parametrize(

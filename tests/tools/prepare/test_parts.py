@@ -112,6 +112,18 @@ def test_a_store_with_faults_gives_the_same_as_a_folder(text, whole, tmp_path, m
     assert found == expected
 
 
+def test_a_new_signature_of_a_url_is_no_other_input(text, tmp_path, capsys) -> None:
+    """And no signature is written to the dataset."""
+    with serving() as store:
+        store.put_folder(text, "bucket/text")
+        url = store.url(f"bucket/text/{sorted(text.iterdir())[0].name}")
+        for signature in ("abc", "xyz"):
+            signed = f"{url}?Expires={signature}1&X-Amz-Signature={signature}"
+            prepare(Request((signed,), "bytes", tmp_path / "out"))
+    assert "already prepared" in capsys.readouterr().out
+    assert not [path for path in (tmp_path / "out").rglob("*.json") if "abc" in path.read_text()]
+
+
 @pytest.mark.parametrize(
     ("variables", "part"),
     [

@@ -404,7 +404,10 @@ def finish(sweep: Sweep, trial: Trial, state: str, changes: dict[str, Any] | Non
     folder = sweep.folder / trial.run_name(0)
     folder.mkdir(parents=True)
     config = config_of(sweep, trial)
-    config = config.model_copy(update={"train": config.train.model_copy(update=changes or {})})
+    phases = tuple(phase.model_copy(update=changes or {}) for phase in config.phase)
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update=changes or {}), "phase": phases}
+    )
     (folder / "config.toml").write_text(to_toml(config))
     (folder / "status.json").write_text(json.dumps({"state": state}))
     (folder / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0, "tokens": 5}\n')
@@ -421,13 +424,16 @@ def test_an_array_of_the_next_rung_leaves_out_failed_trials(tmp_path) -> None:
 
 
 def test_a_run_that_used_a_fallback_belongs_to_the_sweep(tmp_path) -> None:
-    fallback = {"parallel.fallbacks": ["train.micro_batch_size=1"]}
+    fallback = {"parallel.fallbacks": ["train.micro_batch_size=1"], "phase": [{"lr": 0.5}]}
     sweep = sweep_of(tmp_path, keys={"optimizer.lr": [0.1]}, seeds=[0], overrides=TEN | fallback)
     (trial,) = first_trials(sweep)
     finish(sweep, trial, "finished", {"micro_batch_size": 1})
     check_runs(sweep, [trial])
     with pytest.raises(UserError, match=r"train\.micro_batch_size = 1"):
         check_runs(sweep_of(tmp_path, keys={"optimizer.lr": [0.1]}, seeds=[0], overrides=TEN), [trial])
+    other = TEN | fallback | {"phase": [{"lr": 0.6}]}
+    with pytest.raises(UserError, match="was made with phase = "):
+        check_runs(sweep_of(tmp_path, keys={"optimizer.lr": [0.1]}, seeds=[0], overrides=other), [trial])
 
 
 def test_a_refused_start_of_a_stopped_run_counts_as_failed(tmp_path) -> None:

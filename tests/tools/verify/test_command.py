@@ -226,7 +226,12 @@ def test_bad_input_ends_with_2(run) -> None:
         (["--model.kind=mine:Broken", "--layouts", "tp=2"], "a mistake of one's own"),
         (["--against", "nowhere", "--layouts", "dp_shard=2", "--steps=1"], "is not a checkout of forge"),
         (["--digests", "file"], "needs --world-sizes N"),
-        (["--digests", "file", "--world-sizes=2", "--random=3"], "cannot be combined with --layouts"),
+        (["--digests", "file", "--world-sizes=2", "--random=3"], "cannot be combined with --random"),
+        (["--layouts", "tp=2", "--random=3"], "--layouts cannot be combined with --random"),
+        (["--layouts", "tp=2", "--world-sizes=4"], "--layouts cannot be combined with --world-sizes"),
+        (["--against", ".", "--random=3"], "--against cannot be combined with --random"),
+        (["--in-place", "--random=3"], "--in-place cannot be combined with --random"),
+        (["--make-optimizer=mine:make"], "--make-optimizer: only with --module"),
         (
             ["--digests", "file", "--world-sizes=2", "--model.kind=mine:Broken"],
             "the run in one process fails: ValueError: a mistake of one's own",

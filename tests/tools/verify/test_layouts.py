@@ -70,6 +70,8 @@ def test_experts_over_more_ranks_than_named_get_them_from_dp_shard() -> None:
         ("tp=0", "whole number"),
         ("tp=two", "whole number"),
         (" ; ", "no layout given"),
+        ("pp=2 pipeline.layers_per_stage=[2,2]", "must be one value"),
+        ("pp=2 pipeline.layers_per_stage=[2, 2]", "must be one value"),
     ],
 )
 def test_an_ambiguous_or_impossible_layout_is_refused(text: str, message: str) -> None:
