@@ -122,6 +122,14 @@ def test_weights_gathered_in_codes(kind: str, parallel: str) -> None:
     assert_equal(layout(whole, 4 if parallel else 2), expected(kind))
 
 
+@SLOW
+def test_weights_gathered_in_codes_under_a_split_backward() -> None:
+    deep = text("blockwise").replace("n_layers = 2", "n_layers = 4")
+    piped = deep.replace("[parallel]", "[parallel]\npp = 2\ndp_shard = 2")
+    piped = piped.replace('float8 = "blockwise"', f'float8 = "blockwise"{GATHERED}')
+    assert_equal(layout(f'{piped}[pipeline]\nschedule = "ZBVZeroBubble"\n', 4), alone(deep))
+
+
 @pytest.mark.parametrize("kind", ["mxfp8", pytest.param("blockwise", marks=SLOW)])
 def test_weights_resharded_over_fewer_ranks_are_gathered_whole(kind: str) -> None:
     check(kind, 4, parallel="reshard_after_forward = 2")

@@ -121,8 +121,8 @@ class GatheredWeight(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         one = args[0]
-        # FSDP2 calls as_strided with the same shape.
-        same = func.overloadpacket is aten.as_strided and tuple(args[1]) == tuple(one.shape)
+        # FSDP2 calls as_strided, and PyTorch's split backward calls view, both with the same shape.
+        same = func.overloadpacket in (aten.as_strided, aten.view) and tuple(args[1]) == tuple(one.shape)
         if same or func.overloadpacket in (aten.detach, aten.alias):
             return cls(one.codes, one.scales, one.form, one.summed, one.dtype)
         if func.overloadpacket is aten.zeros_like:  # the gradient of a weight that no microbatch has used

@@ -85,5 +85,9 @@ def test_shards_have_the_codes_of_the_whole_weight(form) -> None:
     )
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.view(torch.uint8), other.contiguous().view(torch.uint8))
-    with pytest.raises(NotImplementedError):
-        gathered + 1
+    # PyTorch's split backward finds a parameter's gradient accumulator by this view.
+    parameter = torch.nn.Parameter(gathered)
+    assert parameter.view_as(parameter).grad_fn.next_functions[0][0].variable is parameter
+    for impossible in (lambda: gathered + 1, lambda: gathered.view(-1)):
+        with pytest.raises(NotImplementedError):
+            impossible()
