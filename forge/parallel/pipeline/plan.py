@@ -75,10 +75,13 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
         else:
             made = make_schedule(name, pp, number_of_stages(config), number)
         if whole is not None:
-            return made.unsplit()
-        # With multi-token prediction, the embedding's gradient has several paths through the last stage, some not
-        # through the stage's input. PyTorch's split backward would run the part shared by these paths twice.
-        return made.unsplit({len(made.rank_of) - 1}) if config.model.mtp is not None else made
+            made = made.unsplit()
+        elif config.model.mtp is not None:
+            # With multi-token prediction, the embedding's gradient has several paths through the last stage, some not
+            # through the stage's input. PyTorch's split backward would run the part shared by these paths twice.
+            made = made.unsplit({len(made.rank_of) - 1})
+        _refuse_freed_parameters(config, made)
+        return made
 
     schedule = with_microbatches(degrees.accumulation)
     stages = make_stages(config, len(schedule.rank_of))
@@ -124,6 +127,20 @@ def _check_csv(config: Config, stages: int) -> None:
     if stages > config.model.n_layers and not isinstance(config.pipeline.layers_per_stage, tuple):
         raise UserError(
             f"{key}: has {stages} stages, but there are only model.n_layers = {config.model.n_layers} layers"
+        )
+
+
+def _refuse_freed_parameters(config: Config, schedule: Schedule) -> None:
+    """Raise UserError if FSDP2 would free parameters before W. The configuration's checks know only named schedules."""
+    parallel, split = config.parallel, any(action.kind == "I" for order in schedule.order for action in order)
+    if (
+        split
+        and parallel.data_parallel == "fsdp2"
+        and parallel.reshard_after_forward not in ("auto", "never")
+    ):
+        raise UserError(
+            f"parallel.reshard_after_forward = {parallel.reshard_after_forward}: would free parameters before "
+            f"pipeline.schedule = {config.pipeline.schedule} computes their gradients; use auto or never"
         )
 
 

@@ -256,6 +256,23 @@ def test_an_invalid_schedule_file_is_refused(text: str, message: str, tmp_path) 
         read_schedule(tmp_path / "s.csv", 2, 1)
 
 
+def test_a_file_with_separate_weight_gradients_keeps_parameters_gathered(tmp_path) -> None:
+    path = tmp_path / "s.csv"
+    parallel = {"reshard_after_forward": "always"}
+
+    def plan(name: str, mode: str, **keys: str) -> Schedule:
+        write(made(name, 2, 8), path)
+        chosen = config(8, 2, f'schedule = "{path}"\n[activation_checkpoint]\nmode = "{mode}"')
+        chosen = chosen.model_copy(update={"parallel": chosen.parallel.model_copy(update=parallel | keys)})
+        return plan_pipeline(chosen, check_world(chosen, 2)).schedule
+
+    with pytest.raises(UserError, match=r"would free parameters before .*; use auto or never"):
+        plan("ZBVZeroBubble", "none")
+    plan("ZBVZeroBubble", "full")  # backward is not split
+    plan("ZBVZeroBubble", "none", data_parallel="zero1")
+    plan("Interleaved1F1B", "none")
+
+
 def test_a_missing_file_is_refused(tmp_path) -> None:
     with pytest.raises(UserError, match="No such file"):
         read_schedule(tmp_path / "s.csv", 2, 1)
