@@ -41,7 +41,7 @@ from torch.distributed.tensor.placement_types import Shard as Split
 from forge.model import Experts, Router, Transformer
 from forge.model.linear_attention import Decay
 from forge.parallel.engines.accumulate import SummingReduceScatter
-from forge.parallel.float8 import gather_plain, scale_refresher
+from forge.parallel.float8 import frees_after_forward, gather_plain, scale_refresher
 from forge.parallel.layout import Layout, local_box
 from forge.parallel.precision import Unit, plan_units
 from forge.parallel.step.gradients import sum_gradients
@@ -252,8 +252,7 @@ def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: 
         return degree > 1
     if isinstance(choice, int):
         return choice if 1 < choice < degree else choice == degree
-    auto = degree > 1 and not last and layout.parallel.pp == 1
-    return {"always": True, "never": False, "auto": auto}[choice]
+    return frees_after_forward(layout) and (choice == "always" or (degree > 1 and not last))
 
 
 def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: int) -> None:

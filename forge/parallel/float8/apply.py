@@ -25,7 +25,7 @@ from forge.config.layout import Precision
 from forge.model import Experts
 from forge.model.linear_attention import Narrow
 from forge.parallel.float8.formats import FORMATS, Format
-from forge.parallel.float8.gathering import gather_in_blocks
+from forge.parallel.float8.gathering import gather_in_blocks, may_gather_in_blocks
 from forge.parallel.float8.hardware import missing_kernels, products_for
 from forge.parallel.float8.layers import convert_experts, convert_linear
 from forge.parallel.float8.rows import send_in_float8
@@ -97,11 +97,13 @@ def _gather(
         f"{name}.{leaf}": (model.get_submodule(name), leaf) for name in experts for leaf in ("w13", "w2")
     }
     taken = gather_in_blocks(weights, form, layout)
-    if not taken and layout.precision.float8_all_gather is True and has_all_names(model):
+    # A pipeline stage may have no such weight, but the layout is the same for all stages.
+    refused = not taken and (has_all_names(model) or not may_gather_in_blocks(form, layout))
+    if refused and layout.precision.float8_all_gather is True:
         raise UserError(
             "precision.float8_all_gather = true: no weight can be gathered in float8; use auto or false. The gather needs "
             "fsdp2 over several ranks, tp = 1, ep = 1, compile.enabled = false, no number as reshard_after_forward (for "
-            "mxfp8 also no recomputation), and a "
+            "mxfp8 only always, or auto with pp = 1, and no recomputation), and a "
             f"weight whose shards consist of whole blocks of {form.block}"
         )
     if layout.parallel.data_parallel == "fsdp2":

@@ -147,7 +147,15 @@ def may_gather_in_blocks(form: Format, layout: Layout | Config) -> bool:
         return False
     if isinstance(layout.parallel.reshard_after_forward, int):
         return False  # FSDP2 gathers a weight resharded over fewer ranks as one tensor
-    return form.square or layout.activation_checkpoint.mode in ("none", "offload")
+    if form.square:
+        return True
+    return layout.activation_checkpoint.mode in ("none", "offload") and frees_after_forward(layout)
+
+
+def frees_after_forward(layout: Layout | Config) -> bool:
+    """Return whether FSDP2 frees gathered parameters after forward. Under auto, some units are exceptions."""
+    choice = layout.parallel.reshard_after_forward
+    return layout.parallel.pp == 1 if choice == "auto" else choice != "never"
 
 
 def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, layout: Layout) -> list[str]:

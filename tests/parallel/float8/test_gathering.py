@@ -49,10 +49,15 @@ def test_a_gather_in_codes_sends_half_the_bytes(kind: str) -> None:
     assert sum(codes) < sum(bfloat16)
 
 
+MXFP8 = 'float8 = "mxfp8"\nfloat8_all_gather = true'
+
+
 @pytest.mark.parametrize(
     ("keys", "world"),
     [
-        (text('float8 = "mxfp8"\nfloat8_all_gather = true', '[activation_checkpoint]\nmode = "full"\n'), 2),
+        (text(MXFP8, '[activation_checkpoint]\nmode = "full"\n'), 2),
+        (text(MXFP8, parallel='reshard_after_forward = "never"'), 2),
+        (text(MXFP8, parallel="pp = 2"), 2),
         (text('float8 = "blockwise"\nfloat8_all_gather = true').replace("= 256", "= 192"), 2),
     ],
 )
