@@ -332,6 +332,12 @@ def check_phases(config: Config) -> Iterator[Problem]:
         if share < SMALLEST_SHARE:
             made = f"gives a source a share of {share:.1e}, perhaps during the ramp, but the smallest is {SMALLEST_SHARE:g}"
             yield Problem(("phase", number - 1, "weights"), made, "raise the weight, or set it to 0")
+    if not problems and _is_fixed(config):
+        fixed = config.train.global_batch_size / config.train.micro_batch_size
+        ramps = Phases(config).ramped_batches()
+        for number in sorted({number for number, batch, micro in ramps if batch / micro != fixed}):
+            key, allowed, remedy, other = _changed_microbatches(config, "ramp")
+            yield Problem(("phase", number - 1, key), allowed, remedy, (tuple(other.split(".")),))
     for number, variant in () if problems else variants(config):
         batch, parts = variant.train.global_batch_size, config.train.seq_len // variant.train.seq_len
         if batch % parts:
@@ -371,10 +377,20 @@ def _problems(config: Config, phase: Phase) -> Iterator[tuple[str, ...]]:
         yield "momentum", muon, "leave it out", "optimizer.name"
     if phase.ema is not None and not config.optimizer.ema:
         yield "ema", "needs a run that keeps a mean of the weights", "set optimizer.ema, too", "optimizer.ema"
-    if config.pipeline.schedule.endswith(".csv") and config.parallel.pp > 1:
+    if _is_fixed(config):
         batch = phase.global_batch_size or train.global_batch_size
         micro = phase.micro_batch_size or train.micro_batch_size
         if batch / micro != train.global_batch_size / train.micro_batch_size:
             key = "global_batch_size" if phase.global_batch_size else "micro_batch_size"
-            made = f"changes the number of microbatches, but {config.pipeline.schedule} is written for a fixed number"
-            yield key, made, "set pipeline.schedule to a named schedule", "pipeline.schedule"
+            yield _changed_microbatches(config, key)
+
+
+def _is_fixed(config: Config) -> bool:
+    """Return whether the schedule is a CSV file, which has a fixed number of microbatches."""
+    return config.pipeline.schedule.endswith(".csv") and config.parallel.pp > 1
+
+
+def _changed_microbatches(config: Config, key: str) -> tuple[str, str, str, str]:
+    """Return the problem of a phase's `key` as (key, allowed values, remedy, other key involved)."""
+    made = f"changes the number of microbatches, but {config.pipeline.schedule} is written for a fixed number"
+    return key, made, "set pipeline.schedule to a named schedule", "pipeline.schedule"

@@ -179,6 +179,20 @@ def test_every_size_of_a_ramp_must_fit_the_schedule() -> None:
         check_world(rounds, 4)
 
 
+def test_a_schedule_from_a_file_has_one_number_of_microbatches() -> None:
+    options = ["--train.steps=20", "--parallel.pp=2", "--pipeline.schedule=a.csv"]
+    larger = "until_tokens=3000,global_batch_size=32,micro_batch_size=2"
+    config_of(*options, f"--phase=[{{{larger}}}]")
+    config_of(*options, "--phase=[{until_tokens=3000,ramp='linear',global_batch_size=16}]")
+    for keys, key in (
+        ("global_batch_size=32", "global_batch_size = 32"),
+        (f"{larger},ramp='linear'", 'ramp = "linear"'),
+    ):
+        with pytest.raises(UserError) as error:
+            config_of(*options, f"--phase=[{{{keys}}}]")
+        assert f"phase[0].{key} (command line): changes the number of microbatches" in str(error.value)
+
+
 def test_every_size_of_a_ramp_must_fit_the_layout() -> None:
     config = config_of("--train.steps=20", "--phase=[{until_tokens=3000,global_batch_size=6,ramp='linear'}]")
     check_world(config, 2)
