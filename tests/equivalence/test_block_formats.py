@@ -145,6 +145,17 @@ def test_weights_gathered_in_codes_with_an_embedding_called_twice(parallel: str,
     assert_equal(layout(text("mxfp8", AHEAD, parallel=keys), 4 if parallel else 2), expected("mxfp8", AHEAD))
 
 
+@SLOW
+def test_weights_gathered_in_codes_without_prefetch_in_a_pipeline() -> None:
+    keys = 'dp_shard = 2\npp = 2\nprefetch = 0\nreshard_after_forward = "always"'
+    # Rank 0 makes a forward after a backward.
+    one, ranks = (
+        text("mxfp8", parallel=parallel).replace("global_batch_size = 4", "global_batch_size = 8")
+        for parallel in ("", keys)
+    )
+    assert_equal(layout(ranks, 4), alone(one))
+
+
 @pytest.mark.parametrize("kind", ["mxfp8", pytest.param("blockwise", marks=SLOW)])
 def test_experts_gathered_in_codes(kind: str) -> None:
     model = SHARED if kind == "mxfp8" else SHARED.replace("= 64", "= 256")

@@ -260,11 +260,17 @@ def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: in
 
     number = 0: PyTorch's default, i.e. no explicit prefetch in forward and one unit in backward.
     """
-    if number == 0:
-        return
-    ends: list[object] = [model.embedding, *model.layers.values(), model.norm, model.head]
     # Reverse each group into the order of forward, because a group's last unit encloses its other units.
     ordered = [group[::-1] for group in groups[:-1]]
+    if number == 0:
+        if ordered:
+            # The first group has no earlier unit to prefetch, see below.
+            outer, *inner = ordered[0]
+            outer.set_modules_to_backward_prefetch(inner or [outer])
+            for unit in inner:
+                unit.set_modules_to_backward_prefetch([unit])
+        return
+    ends: list[object] = [model.embedding, *model.layers.values(), model.norm, model.head]
     # Multi-token prediction calls the embedding again after the last block. The second call must not gather the first
     # block: the block would stay gathered until backward, and mxfp8 weights would hold the codes for forward. So the
     # root prefetches the first block, and the embedding prefetches nothing.
@@ -284,8 +290,9 @@ def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: in
                 unit.set_modules_to_forward_prefetch(after)
             wanted = [*group[1:], *before] if unit in ends else []
             # An empty list would select PyTorch's default. Under accumulation, the default takes the last unit of the
-            # previous microbatch as the first unit's predecessor and gathers it once more. Prefetching the unit itself
-            # does nothing, because it is already gathered.
+            # previous microbatch as the first unit's predecessor and gathers it once more. It would stay gathered, and
+            # mxfp8 weights would hold the codes for backward in the next forward. Prefetching the unit itself does
+            # nothing, because it is already gathered.
             unit.set_modules_to_backward_prefetch(wanted or [unit])
 
 

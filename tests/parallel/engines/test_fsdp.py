@@ -102,10 +102,11 @@ def test_only_freed_units_are_gathered_again(policy: str, again: int) -> None:
     assert counted == {"all_gather": UNITS + again, "reduce_scatter": UNITS}
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 9])
-def test_prefetching_gathers_nothing_twice(prefetch: int) -> None:
-    counted = collectives(2, f"prefetch = {prefetch}", micro=4)
-    assert counted == {"all_gather": UNITS + AGAIN, "reduce_scatter": UNITS}
+@pytest.mark.parametrize(("prefetch", "microbatches"), [(0, 1), (0, 4), (1, 1), (2, 1), (9, 1)])
+def test_prefetching_gathers_nothing_twice(prefetch: int, microbatches: int) -> None:
+    counted = collectives(2, f"prefetch = {prefetch}", micro=4 // microbatches)
+    one = {"all_gather": UNITS + AGAIN, "reduce_scatter": UNITS}
+    assert counted == {name: number * microbatches for name, number in one.items()}
 
 
 def test_deferred_reduction_reduces_once_per_step() -> None:
