@@ -119,7 +119,9 @@ def _check_degrees(config: Config, dp_shard: int) -> Iterator[Problem]:
         yield problem("train.seq_len", f"must be a multiple of {chunks}", remedy)
     heads = model.n_heads // tp
     some = set(model.pattern) != {"linear"}
-    if parallel.context == "ulysses" and some and model.n_heads % tp == 0 and heads % cp:
+    # Another plan may leave attention whole. UlyssesAttention then checks the heads.
+    known = tp == 1 or parallel.tp_plan == "auto"
+    if parallel.context == "ulysses" and some and known and model.n_heads % tp == 0 and heads % cp:
         share = f"model.n_heads / tp = {model.n_heads} / {tp} = {heads}"
         reason = "because parallel.context = ulysses exchanges whole heads"
         remedy = f"use one of {divisors(heads)}, or set parallel.context = allgather or ring"

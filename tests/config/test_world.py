@@ -124,6 +124,13 @@ def test_ulysses_needs_whole_heads_on_every_rank() -> None:
         )
 
 
+def test_ulysses_under_a_plan_by_hand_is_not_checked_by_the_heads_of_the_models_own_plan() -> None:
+    parallel = {"cp": 2, "tp": 8, "context": "ulysses"}
+    assert "parallel.cp = 2: must divide model.n_heads / tp" in refusal(16, parallel=parallel)
+    parallel["tp_plan"] = {"layers.*.feed_forward.w1": "colwise", "layers.*.feed_forward.w2": "rowwise"}
+    assert check_world(with_keys(parallel=parallel), 16).cp == 2
+
+
 def test_everything_wrong_is_reported_at_once() -> None:
     text = refusal(8, parallel={"reshard_after_forward": 3}, train={"global_batch_size": 9})
     assert "reshard_after_forward" in text and "global_batch_size" in text

@@ -129,3 +129,22 @@ def test_with_recomputed_blocks(kind: str) -> None:
         + '[activation_checkpoint]\nmode = "full"\n'
     )
     assert_equal(layout(text, 2), expected("plain"))
+
+
+WHOLE_HEADS = """tp = 2
+cp = 2
+context = "ulysses"
+[parallel.tp_plan]
+"layers.*.feed_forward.w1" = "colwise"
+"layers.*.feed_forward.w3" = "colwise"
+"layers.*.feed_forward.w2" = "rowwise"
+"""
+
+
+@pytest.mark.slow
+def test_ulysses_with_heads_that_tensor_parallelism_leaves_whole() -> None:
+    one, ranks = (
+        tiny_config(parallel=parallel, micro=4).replace("n_heads = 4", "n_heads = 2")
+        for parallel in ("", WHOLE_HEADS)
+    )
+    assert_equal(layout(ranks, 4), reference(one))

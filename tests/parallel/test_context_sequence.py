@@ -12,8 +12,11 @@ from torch.nn.attention.bias import CausalBias
 from torch.testing import assert_close
 
 from forge.batch import Batch
+from forge.model import AttentionMask
 from forge.parallel.context import SequenceSplit
 from forge.parallel.context.gathered import causal_chunks, lower_right
+from forge.parallel.context.ulysses import UlyssesAttention
+from forge.runtime.errors import UserError
 
 
 class Group:
@@ -100,3 +103,11 @@ def test_causal_chunks_are_the_rows_of_causal_attention(
         assert_close(out, split.part(expected, dim=2), rtol=0, atol=1e-12)
     # FlashAttention requires equal head sizes.
     assert compiled or seen == {(max(6, v_dim),) * 3}
+
+
+def test_ulysses_refuses_heads_that_cp_does_not_divide() -> None:
+    q, mask = torch.zeros(1, 3, 8, 4), AttentionMask()
+    with pytest.raises(
+        UserError, match=r"cp = 2: must divide the 3 query heads of each rank.*use one of 1, 3, or"
+    ):
+        UlyssesAttention(splits(2)[0])(q, q, q, mask)

@@ -11,17 +11,20 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from forge.config.checks import divisors
 from forge.model import AttentionMask
 from forge.model.sdpa import SdpaAttention, sdpa_attention
 from forge.parallel.context.sequence import SequenceSplit
 from forge.runtime import compat
+from forge.runtime.errors import UserError
 
 
 class UlyssesAttention:
     """Attention over the whole sequence. Each rank computes 1 / cp of the heads, with the attention function `inner`.
 
-    Calls are collective over the cp ranks. cp must divide the number of query heads. If cp does not divide the number
-    of key/value heads, these are repeated, so every rank gets the key/value heads of its query heads.
+    Calls are collective over the cp ranks. They raise UserError if cp does not divide the number of query heads. If cp
+    does not divide the number of key/value heads, these are repeated, so every rank gets the key/value heads of its query
+    heads.
     """
 
     def __init__(self, split: SequenceSplit, inner: SdpaAttention = sdpa_attention):
@@ -34,7 +37,12 @@ class UlyssesAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        ranks = self.split.ranks
+        ranks, heads = self.split.ranks, q.shape[1]
+        if heads % ranks:  # the configuration's checks do not know the heads of a user's tp_plan
+            raise UserError(
+                f"parallel.cp = {ranks}: must divide the {heads} query heads of each rank, because parallel.context = "
+                f"ulysses exchanges whole heads; use one of {divisors(heads)}, or set parallel.context = allgather or ring"
+            )
         repeats = ranks // gcd(ranks, k.shape[1])
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
