@@ -279,7 +279,11 @@ def _optimizer(config: Config) -> Iterator[Problem]:
                 remedy = f"set it to the {used[key]} of the model for which optimizer.lr was tuned"
                 yield problem(f"optimizer.mup.{key}", least, remedy, "optimizer.parametrization")
     if optimizer.name == "muon":
-        if optimizer.muon.qk_clip and config.model.qk_norm and config.model.latent is None:
+        if optimizer.muon.qk_clip and set(config.model.pattern) == {"linear"}:
+            bounded = "has no effect, because linear attention normalises queries and keys"
+            remedy = "use 0, or add another kind of layer to model.layer_pattern"
+            yield problem("optimizer.muon.qk_clip", bounded, remedy, "model.layer_pattern")
+        elif optimizer.muon.qk_clip and config.model.qk_norm and config.model.latent is None:
             undone = "because RMSNorm removes the scale of queries and keys, and bounds the logits"
             none = f"has no effect with model.qk_norm = true, {undone}"
             yield problem(

@@ -308,6 +308,9 @@ def test_a_blocks_non_matrix_parameter_is_refused_by_name() -> None:
     assert caught.value.exit_code == BAD_CONFIG
 
 
+LINEAR = ["--model.layer_pattern=['linear']", "--model.linear_attention={n_key_heads=4,n_value_heads=4}"]
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -318,6 +321,10 @@ def test_a_blocks_non_matrix_parameter_is_refused_by_name() -> None:
         (
             ["--optimizer.name=muon", "--optimizer.muon.qk_clip=100", "--model.qk_norm=true"],
             "has no effect with model.qk_norm = true, because RMSNorm removes",
+        ),
+        (
+            ["--optimizer.name=muon", "--optimizer.muon.qk_clip=100", *LINEAR],
+            "has no effect, because linear attention normalises queries and keys",
         ),
         (["--optimizer.name=muon", "--optimizer.muon.qk_clip=-1"], "allowed: number >= 0"),
         (["--optimizer.muon.qk_clip=100"], "needs optimizer.name = muon, but it is adamw"),
