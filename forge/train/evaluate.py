@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import torch
 
 from forge.config import Config
-from forge.config.phases import config_of
 from forge.data.held_out import evaluation_batches
 from forge.data.sources import Source
 from forge.hook import Hook
@@ -47,8 +46,8 @@ class Evaluation(Hook):
 
 def evaluate(trainer: Trainer) -> dict[str, float]:
     """Return `held_out_losses` of the trainer's model, with the sizes and the document mask of the last step. Collective."""
-    config = config_of(trainer.config, trainer.phases.at(trainer.progress.last_step_at))
-    return held_out_losses(trainer.model, trainer.data.validation, config, trainer.meshes, trainer.device)
+    sources, config = trainer.data.validation, trainer.last_config
+    return held_out_losses(trainer.model, sources, config, trainer.meshes, trainer.device)
 
 
 def held_out_losses(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from forge.batch import Batch
 from forge.config import Config, Degrees, Phases, StepPlan
-from forge.config.phases import with_steps
+from forge.config.phases import config_of, with_steps
 from forge.data.build import RunData
 from forge.data.loader import Loader
 from forge.hook import Hook, Hooks, StepInfo
@@ -194,6 +194,11 @@ class Trainer:
     def plan(self) -> StepPlan:
         """The sizes, mixture and settings of the next step (`StepPlan`)."""
         return self.phases.at(self.progress.tokens)
+
+    @property
+    def last_config(self) -> Config:
+        """The config without phases, with the sizes, the window and the document mask of the last step."""
+        return config_of(self.config, self.phases.at(self.progress.last_step_at))
 
     @property
     def finished(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 
@@ -19,9 +20,10 @@ log = logging.getLogger(__name__)
 class TaskScores(Hook):
     """Score the model on `evaluate.tasks` every `evaluate.tasks_interval` steps, if the data has a tokenizer.
 
-    All ranks process the same questions, so any layout works, but data-parallel ranks repeat the work. If all ranks have an
-    error, the hook warns and the run continues. If only some ranks have an error, they wait for the other ranks until the
-    watchdog ends all ranks. The constructor raises UserError for an unknown task, or if lm-eval is not installed.
+    All ranks process the same questions, so any layout works, but data-parallel ranks repeat the work. If a rank cannot
+    load the tasks, or if all ranks have an error in scoring, the hook warns and the run continues. If only some ranks have
+    an error in scoring, they wait for the other ranks until the watchdog ends all ranks. The constructor raises UserError
+    for an unknown task, or if lm-eval is not installed.
     """
 
     def __init__(self, trainer: Trainer):
@@ -40,28 +42,29 @@ class TaskScores(Hook):
         self._manager = tasks.find_tasks(
             config.evaluate.tasks, folder, "evaluate.tasks =", "evaluate.tasks_path"
         )
-        self._scorer = None
+        self._loaded = False
         if trainer.data.tokenizer is None:
             message = "evaluate.tasks: skipped, because the data has no tokenizer"
             log.warning(message, extra=Cause.SIDE_SYSTEM.mark)
-        else:
-            self._scorer = tasks.LoopScorer(
-                trainer.model.logits,
-                trainer.data.tokenizer,
-                config.train.seq_len,
-                trainer.device,
-                config.train.micro_batch_size,
-            )
 
     def after_step(self, step: int) -> None:
         trainer, config = self._trainer, self._trainer.config.evaluate
-        scorer = self._scorer
-        if scorer is None or not trainer.is_due(config.tasks_interval):
+        tokenizer = trainer.data.tokenizer
+        if tokenizer is None or not trainer.is_due(config.tasks_interval):
             return
         trainer.process_last_result()
         with trainer.reporter.phases.during("evaluation", step):
-            limit = config.tasks_limit or None
+            train, limit = trainer.last_config.train, config.tasks_limit or None
+            scorer = self._tasks.LoopScorer(
+                trainer.model.logits, tokenizer, train.seq_len, trainer.device, train.micro_batch_size
+            )
             try:
+                if (
+                    not self._loaded
+                ):  # a rank may fail to download a dataset, which others have in their caches
+                    load = functools.partial(self._tasks.load_tasks, config.tasks, self._manager)
+                    on_every_rank("loading tasks", load, self._group)
+                    self._loaded = True
                 scores = on_every_rank(
                     "scoring tasks",
                     lambda: self._tasks.evaluate_tasks(scorer, config.tasks, self._manager, limit=limit),

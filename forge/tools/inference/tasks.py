@@ -12,7 +12,7 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.tasks import TaskManager
+from lm_eval.tasks import TaskManager, get_task_dict
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
@@ -62,6 +62,11 @@ def find_tasks(tasks: Sequence[str], folder: str | None, key: str, folder_key: s
                 f"{key} {task}: lm-eval has no such task; give the folder of your own tasks as {folder_key}"
             )
     return manager
+
+
+def load_tasks(tasks: Sequence[str], manager: TaskManager) -> None:
+    """Load the tasks' data into lm-eval's caches."""
+    get_task_dict(list(tasks), manager)
 
 
 def evaluate_tasks(

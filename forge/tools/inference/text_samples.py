@@ -62,7 +62,7 @@ def write_sample(trainer: Trainer, tokenizer: Tokenizer, prompt: list[int], step
 
     Collective. All ranks draw the same tokens. The seed is run.seed + `step`.
     """
-    config, model = trainer.config, trainer.model
+    config, model = trainer.last_config, trainer.model
     steps = generate(
         recomputed(lambda tokens: model.logits(tokens.to(trainer.device)), config.train.seq_len),
         [prompt],

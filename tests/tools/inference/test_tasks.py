@@ -197,6 +197,17 @@ def test_real_tasks_on_local_files(tmp_path) -> None:
     assert unknown.code == BAD_CONFIG and "--tasks nothing_like_it: lm-eval has no such task" in unknown.err
 
 
+def test_a_rank_that_cannot_load_the_tasks_costs_an_evaluation_and_no_run(tmp_path) -> None:
+    prepared(tmp_path)
+    write_tasks(tmp_path)
+    options = [f"--evaluate.tasks={json.dumps(list(TASKS))}", f"--evaluate.tasks_path={tmp_path / 'tasks'}"]
+    run = on_prepared(tmp_path, *options, "--evaluate.tasks_interval=5", "--train.steps=10")
+    patch = "tests.support.tasks:cannot_load_once"
+    assert run.start(world=2, patch=patch).join() == [0, 0], run.output()
+    assert "no task was scored at step 5: loading tasks failed on rank 1" in run.output()
+    assert [line["step"] for line in run.metrics() if "tasks" in line] == [10]
+
+
 @pytest.mark.parametrize("layout", ["dp_shard", "tp"])
 def test_tasks_in_the_loop_have_the_scores_of_the_checkpoint_and_a_resumed_run_none_twice(
     tmp_path, layout: str
