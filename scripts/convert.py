@@ -88,7 +88,7 @@ def _parser() -> Options:
         "--dtype", choices=[*DTYPES, "stored"], default="stored", help="type of the weights (as stored)"
     )
     size, limit = (
-        number(float, lambda value: 0 < value < math.inf, "a number above 0"),
+        number(float, lambda value: 0 < value < math.inf, "a finite number above 0"),
         "maximum size of a file in GB (%(default)s)",
     )
     to_hf.add_argument("--shard-size", type=size, default=5.0, metavar="GB", help=limit)

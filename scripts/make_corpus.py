@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="folder to write the text, tokenizer and datasets to",
     )
     cache = "folder of fetched packages, each under its SHA-256 (%(default)s)"
-    add("--cache", default=Path("data/packages"), type=Path, metavar="DIR", help=cache)
+    add("--cache", default=Path("data/packages"), type=local_path, metavar="DIR", help=cache)
     manifest = "packages, versions, hashes (the corpus.toml beside this script)"
     add("--manifest", default=MANIFEST, type=Path, metavar="FILE", help=manifest)
     add("--workers", type=positive, default=cores(), metavar="N", help="number of processes (%(default)s)")

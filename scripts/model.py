@@ -34,7 +34,7 @@ def add_model_options(add: Callable[..., object]) -> None:
         "--context",
         type=positive,
         metavar="N",
-        help="maximum context in tokens (the run's train.seq_len)",
+        help="maximum context in tokens (the sequence length of the last step)",
     )
     add("--float8", action="store_true", help="compute in the run's precision.float8")
     add_trust_option(add)

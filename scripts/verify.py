@@ -38,7 +38,7 @@ from forge.tools.verify.record import Settings
 from forge.tools.verify.report import as_json, heading, last_line, outcome_line, precision_table, summary
 from forge.tools.verify.run import Outcome, Report, Verifier, verify, verify_against
 from forge.tools.verify.shrink import shrink, steps_through
-from scripts.options import Options, count, exit_code_of, exit_code_of_ranks, number, positive
+from scripts.options import Options, count, exit_code_of, exit_code_of_ranks, local_path, number, positive
 
 bound = number(float, lambda value: value >= 0, "at least 0")
 minutes = number(float, lambda value: value > 0, "more than 0")
@@ -57,6 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
         return FAILED if code == FINISHED and bad else code
     if given.config is None:
         parser.error("the following arguments are required: --config, or --module and --parallelize")
+    if given.make_optimizer is not None:
+        parser.error("--make-optimizer: only with --module")
     if given.in_place:
         return _in_place(given, overrides)
     if given.digests is not None:
@@ -91,8 +93,6 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
     cases = None if given.layouts is None else parse_layouts(given.layouts)
     if given.bound is not None and given.against is None:
         raise UserError("--bound: only with --against or --in-place")
-    if given.make_optimizer is not None:
-        raise UserError("--make-optimizer: only with --module")
     if given.layouts is not None:
         _refuse_with("--layouts", given, "random", "world_sizes")
     config = load_config(["--config", given.config, *overrides])
@@ -330,7 +330,7 @@ def _parser() -> Options:
     )
     add(
         "--digests",
-        type=Path,
+        type=local_path,
         metavar="FILE",
         help="write digests of one process; with --in-place compare with them",
     )

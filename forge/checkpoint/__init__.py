@@ -1,7 +1,7 @@
 """Checkpoints: save, find, verify, and load into any layout. Start reading at `store.Checkpoints`."""
 
 from forge.checkpoint.folders import find_checkpoint
-from forge.checkpoint.loading import load, read_config, read_state, trained_config
+from forge.checkpoint.loading import load, read_config, read_state, saved_config, trained_config
 from forge.checkpoint.manifest import find_damage, read_digest
 from forge.checkpoint.store import Checkpoints, SaveOutcome
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
@@ -17,5 +17,6 @@ __all__ = [
     "read_config",
     "read_digest",
     "read_state",
+    "saved_config",
     "trained_config",
 ]

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from forge.checkpoint.manifest import MANIFEST, Damaged, find_damage, read_manifest
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
 from forge.config import Config, Phases, parse_toml_text
-from forge.config.phases import config_of, last_step_at
+from forge.config.phases import config_of
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import RanksFailed, gather_from_ranks, on_every_rank, single_process_group
 from forge.runtime.errors import FAILED, NO_CHECKPOINT, UserError
@@ -50,19 +50,25 @@ def read_config(path: Path) -> str:
     return (path / "config.toml").read_text("utf-8")
 
 
+def saved_config(path: Path) -> Config:
+    """Return the saving run's config. Not collective. Classes named in the config are not imported."""
+    return parse_toml_text(read_config(path), str(path / "config.toml"), import_classes=False)
+
+
 def trained_config(path: Path) -> Config:
-    """Return the saving run's config without phases, with the keys of the checkpoint's last step (see `config_of`).
+    """Return the saving run's config with the keys of the checkpoint's last step and without phases (see `config_of`).
 
     Not collective. The weights are adapted to the window, the document mask and the sequence length that they were last
-    trained with. Classes named in the config are not imported.
+    trained with. Imported and averaged weights have no last step: their config is returned unchanged.
     """
-    config = parse_toml_text(read_config(path), str(path / "config.toml"), import_classes=False)
+    config = saved_config(path)
     if not config.phase:
         return config
-    progress = read_state(path).get("progress")  # imported and averaged weights have none
+    progress = read_state(path).get("progress")
     if progress is None or not progress["step"]:
         return config
-    return config_of(config, Phases(config).at(last_step_at(progress)))
+    step, tokens, began = progress["step"], progress["tokens"], progress.get("last_step_at")
+    return config_of(config, Phases(config).ended_at(step, tokens, began))
 
 
 Fetch: TypeAlias = Callable[[set[str]], None]

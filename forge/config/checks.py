@@ -13,24 +13,26 @@ from fnmatch import fnmatchcase
 from forge.config.float8 import check_float8
 from forge.config.keys import keys
 from forge.config.optimizer import MuonConfig
-from forge.config.phases import check_phases, variants
+from forge.config.phases import check_phases, check_ramps, variants
 from forge.config.pipeline import SPLIT_BACKWARD, check_stages
 from forge.config.problem import Problem, multiples, problem, with_values
 from forge.config.schema import Config
 from forge.runtime.errors import nearest
-from forge.runtime.files import why_not_local
+from forge.runtime.files import is_url, why_not_local
 
 EVEN = "must be even, because RoPE rotates pairs of features"
 
 
-def check(config: Config) -> list[Problem]:
+def check(config: Config, stored: bool = False) -> list[Problem]:
     """Return every problem of `config`. If there is none, also check the sizes of each phase.
 
-    Each key must already be valid by itself.
+    Each key must already be valid by itself. stored: `config` belongs to a run that has started, perhaps with an older
+    version. Allow what would no longer start, but can be opened.
     """
     first = (_heads, _layers, _tensor, _tensor_plan, _rope_scaling, _moe)
-    then = (_engine, check_stages, _precision, check_float8, _optimizer, _folders, _others, check_phases)
-    found = with_values((one for some in (*first, *then) for one in some(config)), config)
+    then = (_engine, check_stages, _precision, check_float8, _optimizer, _others, check_phases)
+    new = () if stored else (_folders, _ineffective, check_ramps)
+    found = with_values((one for some in (*first, *then, *new) for one in some(config)), config)
     return found or list(_each_phase(config))
 
 
@@ -279,11 +281,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
                 remedy = f"set it to the {used[key]} of the model for which optimizer.lr was tuned"
                 yield problem(f"optimizer.mup.{key}", least, remedy, "optimizer.parametrization")
     if optimizer.name == "muon":
-        if optimizer.muon.qk_clip and set(config.model.pattern) == {"linear"}:
-            bounded = "has no effect, because linear attention normalises queries and keys"
-            remedy = "use 0, or add another kind of layer to model.layer_pattern"
-            yield problem("optimizer.muon.qk_clip", bounded, remedy, "model.layer_pattern")
-        elif optimizer.muon.qk_clip and config.model.qk_norm and config.model.latent is None:
+        if optimizer.muon.qk_clip and config.model.qk_norm and config.model.latent is None:
             undone = "because RMSNorm removes the scale of queries and keys, and bounds the logits"
             none = f"has no effect with model.qk_norm = true, {undone}"
             yield problem(
@@ -298,11 +296,20 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             yield problem(f"optimizer.muon.{key}", needed, remedy, "optimizer.name")
 
 
+def _ineffective(config: Config) -> Iterator[Problem]:
+    clips = config.optimizer.name == "muon" and config.optimizer.muon.qk_clip
+    if clips and set(config.model.pattern) == {"linear"}:
+        bounded = "has no effect, because linear attention normalises queries and keys"
+        remedy = "use 0, or add another kind of layer to model.layer_pattern"
+        yield problem("optimizer.muon.qk_clip", bounded, remedy, "model.layer_pattern")
+
+
 def _folders(config: Config) -> Iterator[Problem]:
+    checkpoint, sources = config.checkpoint, (*config.data.sources, *config.data.validation)
     folders = {
         "run.output_dir": config.run.output_dir,
-        "checkpoint.local_dir": config.checkpoint.local_dir,
-        "data.cache_dir": config.data.cache_dir,
+        "checkpoint.local_dir": checkpoint.local_dir if checkpoint.local_interval else "",
+        "data.cache_dir": config.data.cache_dir if any(is_url(source.path) for source in sources) else "",
     }
     for key, folder in folders.items():
         if (reason := why_not_local(folder)) is not None:

@@ -66,6 +66,6 @@ def _tokens(model: dict[str, Any], ladder: dict[str, Any]) -> int:
         )
         if not isinstance(per_parameter, int | float) or not math.isfinite(per_parameter):
             return 1  # a value that the schema refuses
-        return max(1, round(per_parameter * parameters))
+        return max(1, round(min(per_parameter * parameters, 1e18)))
     except TypeError:  # a value of a wrong type, which the schema refuses
         return 1

@@ -158,7 +158,7 @@ def parse_toml_text(text: str, source: str = "the config text", *, import_classe
     """Return the configuration in the TOML document `text`.
 
     source: name of the document in messages. import_classes: import classes named by import path and check their keys.
-    False: accept their keys unchecked, e.g. to read a checkpoint's configuration without using its optimizer.
+    False: for the stored configuration of a run. Accept their keys unchecked, and what `check` allows for stored ones.
     Raises UserError (exit 2) with every error in the text.
     """
     return _validated(_read_text(text, source), [], import_classes)
@@ -195,7 +195,7 @@ def examine(values: Values, import_classes: bool = True) -> tuple[Config | None,
         # Also check combinations of the other keys, with a valid value in place of each refused one.
         checked = values.schema.model_validate(_repaired(values, {key_path(path) for path in refused}))
     problems = [one for one in refused.values() if one is not None]
-    for one in check(checked):
+    for one in check(checked, stored=not import_classes):
         compared = [key_path(path) for path in (one.key, *one.others)]
         if not any(path[: len(key)] == key for path in compared for key in map(key_path, refused)):
             problems.append(replace(one, source=values.origin(one.key)))

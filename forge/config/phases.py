@@ -131,6 +131,17 @@ class Phases:
         number = bisect_right(self._starts, tokens) - 1
         return self._constant[number] or self._plan(self._ramped(self._spans[number], tokens))
 
+    def ended_at(self, step: int, tokens: int, began: int | None) -> StepPlan:
+        """Return the plan of step number `step`, after which the run has trained on `tokens` tokens; before step 1, its plan.
+
+        began: the number of tokens before the step; None: unknown, in a checkpoint of an older version.
+        """
+        if began is None:
+            began = self.tokens_after(step - 1)
+            if began + self.at(began).tokens != tokens:  # the run had other batch sizes before a resume
+                began = max(tokens - 1, 0)
+        return self.at(began)
+
     def tokens_after(self, steps: int, tokens: int = 0) -> int:
         """Return the total number of tokens after `steps` further steps, beginning at `tokens`."""
         return tokens + sum(some * plan.tokens for some, plan in self.ranges(steps, tokens))
@@ -275,23 +286,13 @@ def without_microbatches(phases: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     return [{key: value for key, value in phase.items() if key != "micro_batch_size"} for phase in phases]
 
 
-def last_step_at(progress: Mapping[str, Any]) -> int:
-    """Return the number of tokens before the last step. progress: from a checkpoint, in which older versions lack it."""
-    return int(progress.get("last_step_at", max(progress["tokens"] - 1, 0)))
-
-
 def config_of(config: Config, plan: StepPlan) -> Config:
-    """Return `config` without phases, with the keys of `plan` that a forward pass reads.
-
-    evaluate.sequences grows as seq_len shrinks, so evaluations read the same number of tokens.
-    """
+    """Return `config` without phases, with the keys of `plan` that a forward pass reads."""
     sizes = {"seq_len": plan.seq_len, "micro_batch_size": plan.micro_batch_size}
-    sequences = config.evaluate.sequences * config.train.seq_len // plan.seq_len
     sections = {
         "model": config.model.model_copy(update={"sliding_window": plan.sliding_window}),
         "data": config.data.model_copy(update={"document_mask": plan.document_mask}),
         "train": config.train.model_copy(update=sizes),
-        "evaluate": config.evaluate.model_copy(update={"sequences": sequences}),
     }
     return config.model_copy(update=sections | {"phase": ()})
 
@@ -332,12 +333,6 @@ def check_phases(config: Config) -> Iterator[Problem]:
         if share < SMALLEST_SHARE:
             made = f"gives a source a share of {share:.1e}, perhaps during the ramp, but the smallest is {SMALLEST_SHARE:g}"
             yield Problem(("phase", number - 1, "weights"), made, "raise the weight, or set it to 0")
-    if not problems and _is_fixed(config):
-        fixed = config.train.global_batch_size / config.train.micro_batch_size
-        ramps = Phases(config).ramped_batches()
-        for number in sorted({number for number, batch, micro in ramps if batch / micro != fixed}):
-            key, allowed, remedy, other = _changed_microbatches(config, "ramp")
-            yield Problem(("phase", number - 1, key), allowed, remedy, (tuple(other.split(".")),))
     for number, variant in () if problems else variants(config):
         batch, parts = variant.train.global_batch_size, config.train.seq_len // variant.train.seq_len
         if batch % parts:
@@ -345,6 +340,17 @@ def check_phases(config: Config) -> Iterator[Problem]:
             allowed = f"has global_batch_size = {batch}, which must be a multiple of {equation}"
             others = ("train", "seq_len"), ("train", "global_batch_size")
             yield Problem(("phase", number - 1), allowed, "change global_batch_size or seq_len", others)
+
+
+def check_ramps(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each ramp with steps of another number of microbatches than a CSV schedule has."""
+    if not _is_fixed(config) or any(check_phases(config)):
+        return
+    fixed = config.train.global_batch_size / config.train.micro_batch_size
+    ramps = Phases(config).ramped_batches()
+    for number in sorted({number for number, batch, micro in ramps if batch / micro != fixed}):
+        key, allowed, remedy, other = _changed_microbatches(config, "ramp")
+        yield Problem(("phase", number - 1, key), allowed, remedy, (tuple(other.split(".")),))
 
 
 def _problems(config: Config, phase: Phase) -> Iterator[tuple[str, ...]]:

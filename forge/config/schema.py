@@ -216,7 +216,8 @@ class Evaluate(Section):
     interval: Annotated[Count, VALIDATION] = 1000
     """Steps between evaluations on data.validation. Another evaluation follows the last step. 0: never."""
     sequences: Annotated[Positive, unused_if("evaluate.interval", 0), VALIDATION] = 64
-    """Number of sequences per held-out source, spread over the whole source. Every evaluation reads the same sequences."""
+    """Number of sequences per held-out source, spread over the whole source. Evaluations of one sequence length read the same
+    sequences."""
     tasks: ListOf[Text] = ()
     """Names of lm-eval tasks, or of your own tasks, on which to score the model. Needs the extra forge[eval] and a
     tokenizer."""

@@ -57,6 +57,7 @@ class Stragglers(Hook):
         self._timing_forward = False
         self._drain_after = config.drain_stragglers
         self._slow_in_a_row: dict[int, int] = {}  # rank -> number of reports
+        self._leaving: set[int] = set()  # nodes; the run restarts without them
         self._gathering: tuple[int, torch.Tensor, dist.Work | None] | None = None
         blocks = [(_kind(part, layer), block) for part in parts for layer, block in part.layers.items()]
         self._kind = -1
@@ -134,9 +135,11 @@ class Stragglers(Hook):
         """
         self._slow_in_a_row = {rank: self._slow_in_a_row.get(rank, 0) + 1 for rank in sorted(slow)}
         due = [rank for rank, reports in self._slow_in_a_row.items() if reports >= self._drain_after]
-        first = {node_of(rank): rank for rank in reversed(due)}  # one rank of each node tells its agent
-        for rank in sorted(first.values())[: nodes_to_spare()]:
+        # One rank of each node tells its agent.
+        first = {node: rank for rank in reversed(due) if (node := node_of(rank)) not in self._leaving}
+        for rank in sorted(first.values())[: max(nodes_to_spare() - len(self._leaving), 0)]:
             reports = self._slow_in_a_row.pop(rank)
+            self._leaving.add(node_of(rank))
             if rank == dist.get_rank():
                 log.warning(
                     "this node leaves the run at step %d: rank %d was slow in %d consecutive reports",

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from forge.checkpoint import read_config, read_state, trained_config
+from forge.checkpoint import read_state, saved_config, trained_config
 from forge.checkpoint.folders import step_name, steps
-from forge.config import Config, difference, parse_toml_text
+from forge.config import Config, difference
 from forge.config.data import used_sources
 from forge.config.phases import with_steps
 from forge.optim import decay_start, learning_rate
@@ -52,7 +52,7 @@ def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False)
     Raises UserError for a change that prevents the run from continuing. branch: True if checkpoint.resume names this
     checkpoint.
     """
-    old, new = (_continued(config, path) for config in (_config_of(path), new))
+    old, new = (_continued(config, path) for config in (saved_config(path), new))
     if branch:
         _refuse_a_past_decay(path, step, old, new)
     changes = difference(old, new)
@@ -100,7 +100,7 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
     changed = [key for key in sorted(set(before) | set(inputs)) if before.get(key) != inputs.get(key)]
     if not changed:
         return []
-    old = _config_of(path)
+    old = saved_config(path)
     changes: list[str] = []
     for key in changed:
         # A changed tokenizer is never accepted, because it changes the meaning of ids. A changed data.mixture_block is
@@ -161,10 +161,6 @@ def _as_written(key: str, there: object, now: object, old: Config, new: Config) 
 
 def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _config_of(path: Path) -> Config:
-    return parse_toml_text(read_config(path), str(path / "config.toml"), import_classes=False)
 
 
 def _continued(config: Config, path: Path) -> Config:

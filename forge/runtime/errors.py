@@ -112,11 +112,13 @@ def redact(text: str) -> str:
     return _SECRET.sub(rf"\g<1>{HIDDEN}", _LOGIN.sub(f"://{HIDDEN}@", text))
 
 
+_SIGNATURE = re.compile(r"[?&][^=&]*sig(?:nature)?=", re.IGNORECASE)
+
+
 def lasting(url: str) -> str:
     """Return `url` without secrets. A signed URL loses its whole query, because each signature has another one."""
     bare = redact(url)
-    base, _, query = bare.partition("?")
-    return base if HIDDEN in query else bare
+    return bare.partition("?")[0] if _SIGNATURE.search(bare) else bare
 
 
 def redact_all(value: Any) -> Any:

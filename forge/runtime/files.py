@@ -101,8 +101,8 @@ def why_not_local(path: str) -> str | None:
     """Return why `path` names no folder or file of this machine, as the end of a sentence; None: it names one."""
     if is_url(path):
         return "must be a path on this machine, not a URL"
-    if path.startswith("~"):
-        return "must be a whole path, because forge does not replace ~"
+    if path.partition("/")[0] == "~":
+        return "must not begin with ~, which forge does not replace with the home folder"
     return None
 
 

@@ -343,9 +343,8 @@ def find_objects(url: str) -> dict[str, int]:
             return {}
 
     found = with_retries(url, find)
-    if set(found) <= {
-        url
-    }:  # some stores do not list a single object below itself, or list it without its size
+    # Some stores do not list a single object below itself, or list it without its size.
+    if set(found) <= {url}:
 
         def look() -> dict[str, dict[str, Any]]:
             try:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from forge.config import StepPlan
-from forge.config.phases import last_step_at
 from forge.data.order import Order, SkippedRange
 from forge.optim import Optimizer
 from forge.parallel.step.model import ParallelModel
@@ -32,15 +31,15 @@ class Progress:
 
     order: the global sample order, with the ranges skipped by roll-backs. step: number of optimizer steps, including
     skipped steps. next_sample: the first global sample of the next step. tokens: number of trained token positions.
-    last_step_at: `tokens` before the last step. skipped_in_a_row: skipped steps since the last good step. spikes:
-    detector with the recent losses and gradient norms.
+    last_step_at: `tokens` before the last step; None: unknown, after a checkpoint of an older version. skipped_in_a_row:
+    skipped steps since the last good step. spikes: detector with the recent losses and gradient norms.
     """
 
     order: Order
     step: int = 0
     next_sample: int = 0
     tokens: int = 0
-    last_step_at: int = 0
+    last_step_at: int | None = 0
     skipped_in_a_row: int = 0
     rollbacks: list[Rollback] = field(default_factory=list)
     spikes: SpikeWindow = field(default_factory=SpikeWindow)
@@ -86,7 +85,7 @@ class Progress:
         state = saved["progress"]
         for key in ("step", "next_sample", "tokens", "skipped_in_a_row"):
             setattr(self, key, int(state[key]))
-        self.last_step_at = last_step_at(state)
+        self.last_step_at = state.get("last_step_at")
         self.order = Order.restored(state["order"], saved["inputs"]["run.seed"])
         self.pass_over([Rollback(**one) for one in state["rollbacks"]])
         self.spikes.load(state["spikes"])

@@ -113,7 +113,7 @@ class Trainer:
         plan, before = self.plan, self._previous
         step = self.progress.step
         # The plan of the last step of the history. A process that has just started or rolled back may have made another.
-        last = self.phases.at(self.progress.last_step_at) if self._is_reopened and step else before
+        last = self._last_plan if self._is_reopened and step else before
         self._is_reopened = False
         if before is not None and plan is not before:
             kinds = {
@@ -198,7 +198,12 @@ class Trainer:
     @property
     def last_config(self) -> Config:
         """The config without phases, with the sizes, the window and the document mask of the last step."""
-        return config_of(self.config, self.phases.at(self.progress.last_step_at))
+        return config_of(self.config, self._last_plan)
+
+    @property
+    def _last_plan(self) -> StepPlan:
+        progress = self.progress
+        return self.phases.ended_at(progress.step, progress.tokens, progress.last_step_at)
 
     @property
     def finished(self) -> bool:

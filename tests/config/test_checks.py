@@ -2,7 +2,8 @@
 
 import pytest
 
-from forge.config import load_config
+from forge.config import load_config, parse_toml_text, to_toml
+from forge.runtime.errors import UserError
 from tests.support.configs import TINY, complaint, load, write
 
 LINEAR = ['--model.layer_pattern=["linear"]', "--model.linear_attention={n_key_heads=2,key_head_dim=4}"]
@@ -29,8 +30,14 @@ KEY_HEADS = (
             ["--run.output_dir=s3://bucket/runs"],
             "not a URL; use a folder on a local or shared disk; to copy checkpoints",
         ),
-        (["--run.output_dir=~/runs"], "must be a whole path, because forge does not replace ~"),
-        (["--data.cache_dir=~/cache"], "must be a whole path, because forge does not replace ~"),
+        (
+            ["--run.output_dir=~/runs"],
+            "must not begin with ~, which forge does not replace with the home folder",
+        ),
+        (
+            ["--data.cache_dir=~/cache", "--data.sources=[{path='s3://bucket/text'}]"],
+            'data.cache_dir = "~/cache" (command line): must not begin with ~',
+        ),
         (["--model.n_kv_heads=3"], "must divide model.n_heads = 8; use one of 1, 2, 4, 8"),
         (
             ['--model.layer_pattern=["full","nope","full"]'],
@@ -202,6 +209,18 @@ def test_keys_of_grouped_attention_mean_nothing_to_latent_attention(tmp_path) ->
 def test_a_sequence_shorter_than_its_pieces_is_offered_one_length(tmp_path) -> None:
     line = complaint(tmp_path, "--model.moe.n_experts=8", "--parallel.tp=8", "--train.seq_len=4")
     assert line.endswith("use 8")
+
+
+@pytest.mark.parametrize(("valid", "not_now"), [('"runs"', '"~/runs"'), ("qk_clip = 0.0", "qk_clip = 1.0")])
+def test_a_stored_configuration_that_would_no_longer_start_can_be_opened(
+    tmp_path, valid: str, not_now: str
+) -> None:
+    text = to_toml(load(tmp_path, *LINEAR, "--optimizer.name=muon"))
+    assert text.count(valid) == 1
+    text = text.replace(valid, not_now)
+    assert parse_toml_text(text, import_classes=False)
+    with pytest.raises(UserError):
+        parse_toml_text(text)
 
 
 @pytest.mark.parametrize(

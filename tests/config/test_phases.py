@@ -41,6 +41,9 @@ def test_steps_are_counted_through_phases_and_ramps() -> None:
         assert phases.tokens_after(step) == before
         assert phases.steps_to(before) == step
         assert phases.tokens_after(len(tokens) - 1 - step, before) == tokens[-1]
+        if step:
+            for began in (None, tokens[step - 1]):
+                assert phases.ended_at(step, before, began) == phases.at(tokens[step - 1])
     assert parse_toml_text(to_toml(config)) == config
 
 

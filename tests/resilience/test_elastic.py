@@ -87,7 +87,8 @@ def test_slow_nodes_leave_until_the_minimum_remains(monkeypatch, spare: int, lea
         hook = stragglers.Stragglers(
             Resilience(drain_stragglers=1), [], torch.device("cpu"), lambda *_, **__: None
         )
-        hook._drain(10, {6, 3, 2})
+        for _ in range(2):
+            hook._drain(10, {6, 3, 2})
     assert left == leaving
 
 

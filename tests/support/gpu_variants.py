@@ -266,7 +266,7 @@ FOUR: dict[str, list[str]] = {
 
 # Functions of forge in which the host may wait during a step. Expert parallelism reads the row counts of each rank. Experts
 # in float32 read the row count of each expert. An offloaded state must reach the host before its update.
-SPLITS = {"model/host.py:read"}
+SPLITS = {"model/host.py:lists_of"}
 OFFLOAD = {
     "parallel/logits.py:complete",
     "parallel/step/gradients.py:clip_gradients",

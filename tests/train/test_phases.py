@@ -56,8 +56,8 @@ def test_a_phase_forgets_the_level_of_the_loss_and_the_duration_of_steps(
         plan=replace(before, **changes) if changes else before,
         _previous=None if restarted else before,
         _is_reopened=restarted,
-        phases=SimpleNamespace(at=lambda tokens: {88: before}[tokens]),
-        progress=SimpleNamespace(step=9, tokens=99, last_step_at=88, spikes=spikes),
+        _last_plan=before,
+        progress=SimpleNamespace(step=9, tokens=99, spikes=spikes),
         reporter=SimpleNamespace(phases=SimpleNamespace(may_compile=compiled.append)),
         process_last_result=lambda: None,
     )

@@ -258,7 +258,8 @@ def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: 
 def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: int) -> None:
     """Make FSDP2 gather the parameters of the next `number` units while a unit computes, in forward and in backward.
 
-    number = 0: PyTorch's default, i.e. no explicit prefetch in forward and one unit in backward.
+    number = 0: PyTorch's default, i.e. no explicit prefetch in forward and one unit in backward. Only the first group
+    differs: PyTorch would prefetch the last unit of the microbatch before.
     """
     # Reverse each group into the order of forward, because a group's last unit encloses its other units.
     ordered = [group[::-1] for group in groups[:-1]]

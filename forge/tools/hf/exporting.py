@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forge.checkpoint import trained_config
+from forge.checkpoint import saved_config, trained_config
 from forge.checkpoint.loading import TensorReader
 from forge.data.tokenizer import load_tokenizer
 from forge.runtime.errors import FAILED, UserError
@@ -70,7 +70,7 @@ def export_weights(
     if with_tokenizer:
         known = load_tokenizer(folder)
         files, ends = export_files(folder), {"bos_token_id": known.bos_id, "eos_token_id": known.eos_id}
-    described = write_model(config.model, architecture, config.train.seq_len) | {
+    described = write_model(config.model, architecture, saved_config(checkpoint).train.seq_len) | {
         "torch_dtype": str(planned[0].dtype).removeprefix("torch."),
         "pad_token_id": None,
         "use_cache": True,

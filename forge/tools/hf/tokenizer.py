@@ -83,14 +83,25 @@ def import_files(folder: Path) -> dict[str, bytes]:
 
 
 def _has_ends_of(tokenizer: SentencePieceTokenizer, folder: Path) -> bool:
-    """Return whether the begin and end tokens of `tokenizer` are those that the settings files in `folder` name."""
+    """Return whether the begin and end tokens of `tokenizer` are those that the settings files in `folder` name.
+
+    Raises UserError for a settings file that is not a JSON object.
+    """
     settings: dict[str, Any] = {}
     for path in (folder / name for name in reversed(SETTINGS_FILES)):
-        settings |= read_json(path.read_bytes()) if path.is_file() else {}
-    adds, end = settings.get("add_bos_token"), settings.get("eos_token")
-    end = end.get("content") if isinstance(end, dict) else end
-    same_begin = adds is None or bool(adds) == (tokenizer.bos_id is not None)
-    return same_begin and (end is None or tokenizer.id_of(end) == tokenizer.eos_id)
+        try:
+            settings |= read_json(path.read_bytes()) if path.is_file() else {}
+        except (ValueError, TypeError) as error:
+            raise UserError(f"tokenizer {path}: is not a JSON object: {error}") from None
+
+    def agrees(key: str, own: int | None) -> bool:
+        token = settings.get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        return token is None or tokenizer.id_of(token) == own
+
+    adds, begin = settings.get("add_bos_token"), tokenizer.bos_id
+    begins = adds is None or bool(adds) == (begin is not None)
+    return begins and (begin is None or agrees("bos_token", begin)) and agrees("eos_token", tokenizer.eos_id)
 
 
 def _described(folder: Path) -> dict[str, bytes]:

@@ -29,8 +29,8 @@ def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
     ema: average the exponential moving averages (`optimizer.ema`) instead of the weights. For a tensor without a moving
     average, e.g. a router's bias, average its values.
 
-    Sums are float64. Results have the dtypes of the last checkpoint. Config, tokenizer and integer state, e.g. router
-    counters, are copied from the last checkpoint. Each checkpoint is verified first.
+    Sums are float64. Results have the dtypes of the last checkpoint. Tokenizer and integer state, e.g. router counters,
+    are copied from the last checkpoint. The config is its `trained_config`. Each checkpoint is verified first.
 
     Raises UserError if a folder is not a checkpoint, is damaged (exit 77) or lacks moving averages, if the models
     differ, or if `output` exists.

@@ -38,12 +38,17 @@ class File(NamedTuple):
     @property
     def is_json(self) -> bool:
         """Whether the name ends in .json. The content may be a single JSON value, or JSON lines."""
-        return plain_name(self.path).endswith(".json")
+        return plain_name(name_of(self.path)).endswith(".json")
 
 
 def open_binary(path: str) -> io.BufferedReader:
     """Open a local file or a URL for reading."""
     return open_remote(path) if is_url(path) else open(path, "rb")
+
+
+def name_of(path: str) -> str:
+    """Return the path, of a URL without its query."""
+    return path.partition("?")[0] if is_url(path) else path
 
 
 def plain_name(path: str) -> str:
@@ -53,7 +58,7 @@ def plain_name(path: str) -> str:
 
 def may_hold_many(path: str) -> bool:
     """Return whether a file of this name may hold more than one document. Its content need not be readable."""
-    return Path(plain_name(path)).suffix in ("", *_LINES, ".json", ".parquet")
+    return Path(plain_name(name_of(path))).suffix in ("", *_LINES, ".json", ".parquet")
 
 
 def recognise(path: str, key: str, size: int, text_key: str) -> File:
@@ -66,7 +71,7 @@ def recognise(path: str, key: str, size: int, text_key: str) -> File:
     `read_documents` reports the error of an unreadable file, which counts as JSON lines if it may hold many documents.
     Raises UserError if a package for reading the file is missing.
     """
-    name = plain_name(path)
+    name = plain_name(name_of(path))
     is_parquet = name.endswith(".parquet")
     file = File(path, key, size, "parquet" if is_parquet else "lines" if name.endswith(_LINES) else "text")
     _check_packages(file)

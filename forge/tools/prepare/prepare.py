@@ -206,6 +206,8 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
             continue
         split = next((split for split, target in request.targets.items() if target == folder), None)
         before = {"quality": None} | TokenDataset(folder).index.origin.get("options", dict.fromkeys(options))
+        if before.get("input") is not None:  # older versions kept the secrets of URLs
+            before["input"] = [lasting(path) for path in before["input"]]
         # An option missing in the dataset is newer than the dataset, and does not count as a difference.
         differing = (
             [key for key in before if key in options and before[key] != options[key]]

@@ -113,7 +113,9 @@ class UserHooks:
         self._each = []
         self._result = None
         progress, config = self._trainer.progress, self._trainer.config
-        progress.step, progress.tokens = step, Phases(config).tokens_after(step)
+        phases = Phases(config)
+        progress.step, progress.tokens = step, phases.tokens_after(step)
+        progress.last_step_at = phases.tokens_after(step - 1)
         progress.next_sample = progress.order.nth(0, progress.tokens // config.train.seq_len)
         for path, kind in self._kinds:
             constructor: Any = kind

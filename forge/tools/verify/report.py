@@ -148,6 +148,7 @@ def as_json(
         "layouts": [outcome_json(one) for one in report.outcomes],
         "not_allowed": [{"layout": case.name, "reason": reason} for case, reason in report.refused],
         "not_reached": report.not_reached,
+        "not_found": report.not_found,
         "worst": None if report.worst is None else outcome_json(report.worst),
         "smallest": None if report.smallest is None else outcome_json(report.smallest),
     }
