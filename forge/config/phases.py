@@ -51,6 +51,11 @@ class StepPlan:
         """Return the number of token positions in the step."""
         return self.global_batch_size * self.seq_len
 
+    @property
+    def kind(self) -> list[Any]:
+        """Return the settings on which the level of the loss depends, as JSON."""
+        return [self.seq_len, list(self.weights or ()), self.sliding_window, self.document_mask]
+
 
 @dataclass(frozen=True)
 class _Span:

@@ -141,6 +141,8 @@ def _as_written(key: str, there: object, now: object, old: Config, new: Config) 
         kind = "fingerprint " if key == "data.tokenizer" else ""
         return [(key, f"{kind}{there}", f"{kind}{now}")]
     number, field = int(source[1]), source[2]
+    if field == "path" and old.data.packing != new.data.packing:
+        return [("data.packing", old.data.packing, new.data.packing)]
     if field == "path":
         config = new if number < len(used_sources(new)) else old
         name = f"data.sources[{used_sources(config)[number]}].path"

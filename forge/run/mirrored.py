@@ -17,7 +17,7 @@ from forge.config import Config
 from forge.hook import Hook
 from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
-from forge.run.origin import Earlier, new_history_because
+from forge.run.origin import Earlier, new_history_because, origin_of
 from forge.run.rollback import is_abandoned, read_rollbacks
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import gather_from_ranks, on_first_rank
@@ -60,10 +60,13 @@ def restore_lost(
         url = mirror_url(config)
         filesystem_of(url)  # report an invalid URL now, not at the first save
         new_because = new_history_because(config, directory, earlier.finished)
+        named = origin_of(config).path
+        # A run that goes back to its own checkpoint keeps the copies up to that step.
+        goes_back = named is not None and Path(named).resolve().parent == folder.resolve()
         # `find_start` handles a folder with a damaged checkpoint.
         if new_because is None and folders.is_empty(folder):
             restore(url, folder, is_abandoned=_left_by_a_rollback(directory), copied=copied)
-        elif new_because is not None and (copies := copied_steps(url)):
+        elif new_because is not None and not goes_back and (copies := copied_steps(url)):
             raise UserError(
                 f"checkpoint.mirror = {url}: has checkpoints {copies} of an earlier run under this name. This run would "
                 f"begin a new history ({new_because}) and overwrite them. Use another run.name or another "

@@ -33,6 +33,17 @@ log = logging.getLogger(__name__)
 
 # Sections that define the computation. All other sections may change between two starts of a history.
 SETTINGS = ("model", "data", "train", "optimizer", "schedule", "precision", "phase")
+# Keys of these sections that do not change the results.
+NEUTRAL = (
+    "train.micro_batch_size",  # parallel.fallbacks may set it after the loss of a node
+    "train.loss_chunk_tokens",
+    "train.gc_interval",
+    "train.hooks",
+    "data.prefetch",
+    "data.cache_dir",
+    "data.cache_gib",
+    "data.validation",
+)
 _ASIDE = re.compile(r"\.aside-step-(\d+)")
 
 
@@ -214,11 +225,8 @@ def _unknown_settings(directory: RunDirectory, problem: str) -> UserError:
 
 
 def _matters(key: str, old: Any, new: Any) -> bool:
-    """Return whether the change of `key` from `old` to `new` begins a new history under `checkpoint.resume = "none"`.
-
-    The size of microbatches does not change the curve, and `parallel.fallbacks` may set it after the loss of a node.
-    """
-    if key == "train.micro_batch_size":
+    """Return whether the change of `key` from `old` to `new` begins a new history under `checkpoint.resume = "none"`."""
+    if key in NEUTRAL:
         return False
     if key == "phase":
         return without_microbatches(old or ()) != without_microbatches(new or ())

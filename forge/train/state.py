@@ -31,8 +31,9 @@ class Progress:
 
     order: the global sample order, with the ranges skipped by roll-backs. step: number of optimizer steps, including
     skipped steps. next_sample: the first global sample of the next step. tokens: number of trained token positions.
-    last_step_at: `tokens` before the last step; None: unknown, after a checkpoint of an older version. skipped_in_a_row:
-    skipped steps since the last good step. spikes: detector with the recent losses and gradient norms.
+    last_step_at: `tokens` before the last step. last_kind: `StepPlan.kind` of the last step. Both are None if unknown,
+    after a checkpoint of an older version. skipped_in_a_row: skipped steps since the last good step. spikes: detector with
+    the recent losses and gradient norms.
     """
 
     order: Order
@@ -40,6 +41,7 @@ class Progress:
     next_sample: int = 0
     tokens: int = 0
     last_step_at: int | None = 0
+    last_kind: list[Any] | None = None
     skipped_in_a_row: int = 0
     rollbacks: list[Rollback] = field(default_factory=list)
     spikes: SpikeWindow = field(default_factory=SpikeWindow)
@@ -48,7 +50,8 @@ class Progress:
         """Add one step to the counts. plan: the step's sizes."""
         self.step += 1
         self.next_sample = self.order.nth(self.next_sample, plan.windows)
-        self.last_step_at, self.tokens = self.tokens, self.tokens + plan.tokens
+        self.last_step_at, self.last_kind = self.tokens, plan.kind
+        self.tokens += plan.tokens
 
     def rollback_to(self, saved: dict[str, Any], pass_over: bool) -> Rollback:
         """Return the `Rollback` from this step to a checkpoint with the JSON state `saved`. Do not change this object.
@@ -75,6 +78,7 @@ class Progress:
             "order": self.order.state(),
             "tokens": self.tokens,
             "last_step_at": self.last_step_at,
+            "last_kind": self.last_kind,
             "skipped_in_a_row": self.skipped_in_a_row,
             "rollbacks": [asdict(rollback) for rollback in self.rollbacks],
             "spikes": self.spikes.state(),
@@ -85,7 +89,7 @@ class Progress:
         state = saved["progress"]
         for key in ("step", "next_sample", "tokens", "skipped_in_a_row"):
             setattr(self, key, int(state[key]))
-        self.last_step_at = state.get("last_step_at")
+        self.last_step_at, self.last_kind = state.get("last_step_at"), state.get("last_kind")
         self.order = Order.restored(state["order"], saved["inputs"]["run.seed"])
         self.pass_over([Rollback(**one) for one in state["rollbacks"]])
         self.spikes.load(state["spikes"])

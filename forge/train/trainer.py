@@ -80,7 +80,6 @@ class Trainer:
         self.results = StepResults(self.device, with_routers=self.metrics.wants_routers)
         self._wants_save = self._reported_save = False
         self._previous: StepPlan | None = None
-        self._is_reopened = False
         self.hooks = Hooks()
 
         self.batches: Loader
@@ -110,11 +109,7 @@ class Trainer:
 
     def _prepare_change(self) -> None:
         """Prepare a step that has other sizes or windows than the step before, because a phase begins. Collective."""
-        plan, before = self.plan, self._previous
-        step = self.progress.step
-        # The plan of the last step of the history. A process that has just started or rolled back may have made another.
-        last = self._last_plan if self._is_reopened and step else before
-        self._is_reopened = False
+        plan, before, progress, step = self.plan, self._previous, self.progress, self.progress.step
         if before is not None and plan is not before:
             kinds = {
                 (one.micro_batch_size, one.seq_len, one.sliding_window, one.document_mask)
@@ -127,14 +122,13 @@ class Trainer:
             if plan.tokens > 2 * before.tokens:
                 # The watchdog's limit for the steps so far would be too short.
                 self.reporter.phases.may_compile(step + 1)
-        if last is not None and plan is not last:
-            levels = {
-                (one.seq_len, one.weights, one.sliding_window, one.document_mask) for one in (last, plan)
-            }
-            if len(levels) > 1 or plan.tokens < last.tokens:
+        # The last step of the history may belong to an earlier process, with other settings.
+        if progress.last_kind is not None and progress.last_step_at is not None:
+            last_tokens = progress.tokens - progress.last_step_at
+            if plan.kind != progress.last_kind or plan.tokens < last_tokens:
                 # Loss and gradient norm may change their level. The last step's result belongs to the old level.
                 self.process_last_result()
-                self.progress.spikes.clear()
+                progress.spikes.clear()
         self._previous = plan
 
     def step(self) -> None:
@@ -198,12 +192,9 @@ class Trainer:
     @property
     def last_config(self) -> Config:
         """The config without phases, with the sizes, the window and the document mask of the last step."""
-        return config_of(self.config, self._last_plan)
-
-    @property
-    def _last_plan(self) -> StepPlan:
         progress = self.progress
-        return self.phases.ended_at(progress.step, progress.tokens, progress.last_step_at)
+        last = self.phases.ended_at(progress.step, progress.tokens, progress.last_step_at)
+        return config_of(self.config, last)
 
     @property
     def finished(self) -> bool:
@@ -244,7 +235,6 @@ class Trainer:
 
     def open_data(self) -> None:
         """Open this data rank's batches at `progress`. The config's mixture applies from this position."""
-        self._is_reopened = True
         dataset, progress = self.data.dataset, self.progress
         self.batches = Loader(
             dataset.following(progress.order),

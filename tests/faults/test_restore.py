@@ -112,6 +112,14 @@ def test_s7_a_new_history_does_not_overwrite_the_copies_of_another(tmp_path) -> 
     assert copies(mirror)[-1] == 6 and not run.events("fresh")
 
 
+@pytest.mark.planted()
+def test_s7_a_run_with_a_mirror_goes_back_to_its_own_checkpoint(tmp_path) -> None:
+    run, mirror = mirrored(tmp_path, "--checkpoint.keep_last=0")
+    own = run.path / "checkpoints" / step_name(4)
+    assert run(f"--checkpoint.resume={own}") == 0, run.output()
+    assert run.events("resumed")[-1]["step"] == 4 and copies(mirror) == [2, 4, 6, 8, 10]
+
+
 @pytest.mark.parametrize(
     "kept", ["status and events", pytest.param("events", marks=pytest.mark.slow), "status", "metrics"]
 )

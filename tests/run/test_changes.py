@@ -165,6 +165,11 @@ FINGERPRINTS = {
             {"data.sources[1].path": "cccc"},
             "data.sources[2].path differs from PATH: fingerprint bbbb in the checkpoint, fingerprint cccc now. Restore",
         ),
+        (
+            ["--data.packing=document"],
+            {"data.sources[0].path": "cccc", "data.sources[1].path": "dddd"},
+            "data.packing differs from PATH: stream in the checkpoint, document now. Set data.packing back",
+        ),
     ],
 )
 def test_a_changed_mixture_is_refused_with_the_users_keys_and_values(
@@ -179,7 +184,7 @@ def test_a_changed_mixture_is_refused_with_the_users_keys_and_values(
     assert str(error.value).startswith(expected) and "checkpoint.allow_changed_data = true" in str(
         error.value
     )
-    assert ("fingerprint" in str(error.value)) == (".path" in expected)
+    assert ("fingerprint" in str(error.value)) == (".path differs" in expected)
     allowed = config(SOURCES, "--data.temperature=2", *options, "--checkpoint.allow_changed_data=true")
     changes = check_data(path, FINGERPRINTS, inputs, allowed)
     assert len(changes) == 1 and expected.startswith(changes[0]) and changes == caplog.messages

@@ -55,9 +55,9 @@ def test_a_phase_forgets_the_level_of_the_loss_and_the_duration_of_steps(
     trainer: Any = SimpleNamespace(
         plan=replace(before, **changes) if changes else before,
         _previous=None if restarted else before,
-        _is_reopened=restarted,
-        _last_plan=before,
-        progress=SimpleNamespace(step=9, tokens=99, spikes=spikes),
+        progress=SimpleNamespace(
+            step=9, tokens=10_000, last_step_at=10_000 - before.tokens, last_kind=before.kind, spikes=spikes
+        ),
         reporter=SimpleNamespace(phases=SimpleNamespace(may_compile=compiled.append)),
         process_last_result=lambda: None,
     )

@@ -55,7 +55,7 @@ class History:
             self.read.append((name, m))
             epoch = m // SIZES[name]
             assert self.keys.setdefault((name, epoch), order.key(number, epoch)) == order.key(number, epoch)
-            self.progress.advance(SimpleNamespace(windows=1, tokens=1))
+            self.progress.advance(SimpleNamespace(windows=1, tokens=1, kind=[]))
 
     def save(self) -> None:
         saved = {"progress": self.progress.state(), "inputs": input_fingerprints(self.dataset, None)}
@@ -122,10 +122,10 @@ def test_a_checkpoint_names_the_tokens_before_its_last_step() -> None:
     dataset = PackedDataset([Numbers("a", 5)], [1.0], 1, seed=0, block=16)
     progress, restored = Progress(dataset.order), Progress(dataset.order)
     for tokens in (70, 30):
-        progress.advance(SimpleNamespace(windows=1, tokens=tokens))
+        progress.advance(SimpleNamespace(windows=1, tokens=tokens, kind=[tokens]))
     saved = {"progress": progress.state(), "inputs": input_fingerprints(dataset, None)}
     restored.load(saved)
-    assert restored.last_step_at == 70
+    assert (restored.last_step_at, restored.last_kind) == (70, [30])
     del saved["progress"]["last_step_at"]  # a checkpoint of an older version
     restored.load(saved)
     assert restored.last_step_at is None
