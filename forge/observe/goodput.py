@@ -40,7 +40,7 @@ def read_past(events: Path, status: Path) -> Past:
 
     Call before this start writes to these files. A goodput event has all seconds so far, but is written only
     occasionally. The time of a killed process after its last goodput event is estimated from its later events and its
-    status. Torn lines are skipped.
+    status. Torn lines are skipped. A new history in the directory repeats no step of the history that it replaced.
     """
     past, kind = Past(), "set-up"
     for line in events.read_bytes().splitlines() if events.exists() else ():
@@ -56,6 +56,8 @@ def read_past(events: Path, status: Path) -> Past:
             else:
                 past.add(kind, when)
                 kind = "steps" if name in ("fresh", "resumed") else kind
+                if event.get("replaced_after") is not None:
+                    past.step = int(event["step"])
     with suppress(OSError, ValueError, KeyError, TypeError):
         last = json.loads(status.read_text())
         past.add(kind, datetime.fromisoformat(last["time"]))
@@ -78,6 +80,10 @@ class Ledger:
         if past.until is not None:
             start = time.time() - (time.monotonic() - began)
             self._seconds["down"] += max(0.0, start - past.until.timestamp())
+
+    def begin_history(self, step: int) -> None:
+        """Begin a new history after `step`. Its steps repeat none of the history that it replaces."""
+        self._made = self._made_before = step
 
     def enter(self, phase: str, step: int) -> None:
         """Add the time of the ended phase to its kind. Begin `phase` of step `step`."""

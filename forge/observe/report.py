@@ -137,14 +137,20 @@ class Reporter:
             )
             self.event("layout_fallback", world_size=world.size, override=self._fallback)
 
-    def begun(self, step: int, path: Path | None, *, of: int, new: bool) -> None:
+    def begun(
+        self, step: int, path: Path | None, *, of: int, new: bool, replaced_after: int | None = None
+    ) -> None:
         """Report that training starts after step `step` of `of` steps.
 
-        path: the resumed checkpoint, or None. new: False if the run resumes from its own checkpoint.
+        path: the resumed checkpoint, or None. new: False if the run resumes from its own checkpoint. replaced_after: if a
+        new history replaces an earlier one, the last step of the earlier one that stays, or -1; otherwise None. A run that
+        starts again before its first save replaces no history.
         """
         self._begun = True
         kind = "fresh" if path is None else "resumed"
-        self.event(kind, step=step, of=of, path=path and str(path), new=new)
+        self.event(kind, step=step, of=of, path=path and str(path), new=new, replaced_after=replaced_after)
+        if replaced_after is not None and self._ledger is not None:
+            self._ledger.begin_history(step)
         self.running(step)
 
     def running(self, step: int | None = None) -> None:

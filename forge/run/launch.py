@@ -240,7 +240,9 @@ def _train(
     if point is not None:
         log.info("resumed from %s at step %d", point.path, point.step)
     step, path = (point.step, point.path) if point else (0, None)
-    reporter.begun(step, path, of=config.train.steps, new=start.origin is not None)
+    replaced_after = start.kept if start.replaces else None
+    new = start.origin is not None
+    reporter.begun(step, path, of=config.train.steps, new=new, replaced_after=replaced_after)
     signals.defer()
     stopped = trainer.train(all_hooks, history.roll_back)
     if kept.mirror and stopped is None:

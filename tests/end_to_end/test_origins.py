@@ -82,7 +82,8 @@ def test_an_own_checkpoint_as_origin_sets_aside_later_ones_and_counts_once(tmp_p
     assert run(back, SLOW, fault="step:10:*:kill") == -9
     assert visible(run) == [step_name(6), step_name(8)]  # the origin itself has been removed
     assert run(back, SLOW) == 0
-    assert [event["step"] for event in run.events("resumed")] == [4, 8]
+    resumed = [(event["step"], event["replaced_after"]) for event in run.events("resumed")]
+    assert resumed == [(4, 4), (8, None)]
     assert [line["step"] for line in run.metrics()] == list(range(1, 11))
     aside = [json.loads(line) for line in (run.path / ".aside-metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in aside] == list(range(1, 7))

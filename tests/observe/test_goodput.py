@@ -101,3 +101,18 @@ def test_a_process_killed_in_set_up_counts_as_set_up_and_a_missing_file_is_no_pa
     )
     past = read_past(events, status)
     assert past.seconds == {"set-up": 13, "down": 90, "steps": 7}
+
+
+@pytest.mark.parametrize(("replaced_after", "made"), [(-1, 14), (None, 1000)])
+def test_a_new_history_repeats_no_step_of_the_replaced_one(tmp_path, replaced_after, made: int) -> None:
+    """A run that starts again before its first save replaces no history and does repeat steps."""
+    events, status = tmp_path / "events.jsonl", tmp_path / "status.json"
+    events.write_text(
+        lines(
+            (0, "goodput", {"step": 1000, "seconds": {"steps": 900.0}}),
+            (5, "fresh", {"step": 0, "new": True, "replaced_after": replaced_after}),
+        )
+    )
+    status.write_text(json.dumps({"time": (BEGIN + timedelta(seconds=60)).isoformat(), "step": 14}))
+    past = read_past(events, status)
+    assert past.step == made and past.seconds == {"steps": 960}

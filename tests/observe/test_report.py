@@ -42,6 +42,21 @@ def test_an_event_has_its_time_in_utc_its_kind_and_its_fields(tmp_path, reporter
     assert saved == {"event": "saved", "step": 3, "seconds": 0.5} and resumed["event"] == "resumed"
 
 
+@pytest.mark.parametrize(("replaced_after", "made"), [(-1, 1), (None, 1000)])
+def test_the_ledger_begins_again_with_a_history_that_replaces_another(
+    tmp_path, reporter, replaced_after, made: int
+):
+    reporter.running(1000)
+    again = Reporter(reporter.directory, reporter.world)
+    again.begun(0, None, of=1000, new=True, replaced_after=replaced_after)
+    again.phases.enter("step", 1)
+    again.phases.enter("step", 2)
+    again.ended("stopped", "SIGTERM", 75)
+    events = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    last = [event for event in events if event["event"] == "goodput"][-1]
+    assert last["step"] == made
+
+
 def test_only_the_first_rank_reports(tmp_path):
     other = Reporter(RunDirectory(tmp_path), World(rank=1, size=2, local_rank=1, launcher="python"))
     other.running(1)

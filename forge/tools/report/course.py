@@ -44,8 +44,8 @@ def summary(runs: Sequence[RunRecord]) -> Table:
             lambda run: _share(next((e["goodput"] for e in reversed(run.events_of("goodput"))), None)),
         ),
         ("starts", lambda run: len(run.events_of("started"))),
-        ("skipped steps", lambda run: len(run.events_of("skipped"))),
-        ("roll-backs", lambda run: len(run.events_of("rolled_back"))),
+        ("skipped steps", lambda run: len(run.history_events_of("skipped"))),
+        ("roll-backs", lambda run: len(run.history_events_of("rolled_back"))),
         (
             "world size",
             lambda run: next((e.get("world_size") for e in reversed(run.events_of("started"))), None),
@@ -90,10 +90,10 @@ def _pictures(*made: Picture | None) -> list[Any]:
 
 
 def marks_of(run: RunRecord) -> list[Mark]:
-    """Return marks for a run's curves: one per event that is listed in MARKED and has a step."""
+    """Return marks for a run's curves: one per event of its history that is listed in MARKED and has a step."""
     return [
         Mark(float(event["step"]), MARKED[event["event"]])
-        for event in run.events_of(*MARKED)
+        for event in run.history_events_of(*MARKED)
         if isinstance(event.get("step"), int)
     ]
 

@@ -107,7 +107,7 @@ def _sources(run: RunRecord) -> list[str]:
 
 
 def _slow(run: RunRecord) -> list[str]:
-    events = run.events_of("straggler")
+    events = run.history_events_of("straggler")
     counts = Counter((event["rank"], event["phase"]) for event in events)
     sentences = []
     for (rank, phase), count in counts.most_common(3):
@@ -125,18 +125,18 @@ def _slow(run: RunRecord) -> list[str]:
 
 def _steps(run: RunRecord) -> list[str]:
     sentences = []
-    if skipped := run.events_of("skipped"):
+    if skipped := run.history_events_of("skipped"):
         steps = ", ".join(str(event["step"]) for event in skipped[:5])
         sentences.append(f"{len(skipped)} steps were skipped ({steps}{', ...' if len(skipped) > 5 else ''}).")
-    if back := run.events_of("rolled_back"):
+    if back := run.history_events_of("rolled_back"):
         sentences.append(f"The run rolled back {len(back)} times; the last time: {back[-1]['reason']}.")
-    if spikes := run.events_of("spike"):
+    if spikes := run.history_events_of("spike"):
         sentences.append(
             f"{len(spikes)} spikes of loss or gradient norm; the last in step {spikes[-1]['step']}."
         )
-    if damaged := run.events_of("fallback", "copies_differ"):
+    if damaged := run.history_events_of("fallback", "copies_differ"):
         sentences.append(f"{len(damaged)} checkpoints or copies were damaged: see the events.")
-    if failed := run.events_of("save_failed"):
+    if failed := run.history_events_of("save_failed"):
         sentences.append(f"{len(failed)} saves failed; the last: {failed[-1].get('error')}.")
     return sentences
 

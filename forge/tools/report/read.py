@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,19 @@ class RunRecord:
     def events_of(self, *kinds: str) -> list[dict[str, Any]]:
         """Return the events of the kinds `kinds`, in order."""
         return [event for event in self.events if event["event"] in kinds]
+
+    def history_events_of(self, *kinds: str) -> list[dict[str, Any]]:
+        """Return the events of the kinds `kinds`, in order, without those of a replaced history.
+
+        If a new history begins at a step of the replaced one, the events up to this step stay, as the metrics do.
+        """
+        found: list[dict[str, Any]] = []
+        for event in self.events:
+            if (kept := event.get("replaced_after")) is not None:
+                found = [one for one in found if one.get("step", one.get("from_step", inf)) <= kept]
+            if event["event"] in kinds:
+                found.append(event)
+        return found
 
 
 def read_run(path: Path) -> RunRecord:

@@ -10,9 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from forge.runtime.errors import UserError
+from forge.tools.report.course import marks_of, summary
 from forge.tools.report.findings import findings
 from forge.tools.report.page import make_page
-from forge.tools.report.read import read_run, read_runs
+from forge.tools.report.read import RunRecord, read_run, read_runs
 from tests.support.recorded import PLAN, write_run
 
 pytestmark = pytest.mark.long
@@ -117,6 +118,19 @@ def test_planted_defects_are_named_and_a_sound_run_has_none_of_them(tmp_path) ->
         one.startswith("Rank 1 is slow: reported 2 times, its forward took up to 0.5 s") for one in bad
     )
     assert good == ["1 steps were skipped (31)."]
+
+
+@pytest.mark.parametrize(("kept", "steps"), [(-1, [2]), (5, [4, 2])])
+def test_a_replaced_history_has_no_marks_and_no_counts(kept: int, steps: list[int]) -> None:
+    """A history from a checkpoint of the replaced one keeps the curves, and so the events, up to this checkpoint."""
+    skipped = [{"event": "skipped", "step": step} for step in (4, 8, 2)]
+    back = {"event": "rolled_back", "from_step": 9, "to_step": 6, "reason": "bad"}
+    begun = {"event": "fresh", "step": 0, "new": True, "replaced_after": kept}
+    run = RunRecord(Path(), "run", events=[*skipped[:2], back, begun, skipped[2]])
+    assert [mark.step for mark in marks_of(run)] == steps
+    assert findings([run]) == [f"{len(steps)} steps were skipped ({', '.join(map(str, steps))})."]
+    cells = {row[0]: row[1] for row in summary([run]).rows}
+    assert cells["skipped steps"] == len(steps) and cells["roll-backs"] == 0
 
 
 def test_a_run_killed_at_its_start_has_a_page(tmp_path) -> None:
