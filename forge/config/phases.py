@@ -136,6 +136,11 @@ class Phases:
         number = bisect_right(self._starts, tokens) - 1
         return self._constant[number] or self._plan(self._ramped(self._spans[number], tokens))
 
+    def index_at(self, tokens: int) -> int | None:
+        """Return the index in [[phase]] of the phase at `tokens` tokens of the run; None if none is in effect."""
+        index = bisect_right(self._starts, tokens) - 1
+        return index if index < len(self._config.phase) else None
+
     def ended_at(self, step: int, tokens: int, began: int | None) -> StepPlan:
         """Return the plan of step number `step`, after which the run has trained on `tokens` tokens; before step 1, its plan.
 

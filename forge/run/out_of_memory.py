@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from forge.config import Config, Degrees, check_world, to_toml
+from forge.config import Config, Degrees, Phases, check_world, to_toml
 from forge.config.checks import check
 from forge.config.keys import to_literal
 from forge.observe.hardware import GIB
@@ -56,7 +56,8 @@ def explaining_exhaustion(
         when = f"in step {report.step}" if report.step else "before the first step"
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         on_gpu = report.device.type == "cuda"
-        changes = list(islice(usable_changes(config, degrees, report.state_dominates(), on_gpu), 3))
+        usable = usable_changes(config, degrees, report.state_dominates(), on_gpu, report.step)
+        changes = list(islice(usable, 3))
         lines = [f"{_assignment(change)}  # {change[2]}" for change, _ in changes]
         log.error(
             "out of memory %s: %s\n%s\nThe GPU or host is full. Change one of:\n  %s\n"
@@ -159,34 +160,46 @@ def _assignment(change: Change) -> str:
 
 
 def usable_changes(
-    config: Config, degrees: Degrees, state_dominates: bool, on_gpu: bool
+    config: Config, degrees: Degrees, state_dominates: bool, on_gpu: bool, step: int = 0
 ) -> Iterator[tuple[Change, Config]]:
     """Yield valid changes that reduce memory, the best first, each with the changed configuration.
 
     state_dominates: True if parameters, gradients and optimizer state use more memory than activations. on_gpu: True if GPU
     memory is exhausted; moving state to the host then helps. A change of parallel.dp_shard assumes twice as many processes.
+    step: the failed step; 0: before the first. If its phase overrides a key of [train], the change is to the phase's key.
     """
-    on_state, on_activations = _on_state(config, degrees), _on_activations(config)
+    phases = Phases(config)
+    index = phases.index_at(phases.tokens_after(max(0, step - 1)))
+    on_state, on_activations = _on_state(config, degrees), _on_activations(config, index)
     first, second = (on_state, on_activations) if state_dominates else (on_activations, on_state)
     for change in chain(first, second, _on_host(config, on_gpu)):
-        changed = _accepted(config, degrees, change)
+        changed = _accepted(config, degrees, change, index)
         if changed is not None:
             yield change, changed
 
 
-def _on_activations(config: Config) -> Iterator[Change]:
+def _step_size(config: Config, index: int | None, name: str) -> tuple[str, int]:
+    """Return the key that sets the step size `name` in phase `index` (None: no phase), and its value."""
+    of_phase = None if index is None else getattr(config.phase[index], name)
+    if of_phase is not None:
+        return f"phase[{index}].{name}", of_phase
+    return f"train.{name}", getattr(config.train, name)
+
+
+def _on_activations(config: Config, index: int | None) -> Iterator[Change]:
     train = config.train
-    micro = train.micro_batch_size
+    key, micro = _step_size(config, index, "micro_batch_size")
     if micro > 1:
         # The largest proper divisor divides the global batch exactly.
         smaller = max(size for size in range(1, micro) if micro % size == 0)
-        yield "train.micro_batch_size", smaller, "fewer activations at once" + _SAME_CURVE
+        yield key, smaller, "fewer activations at once" + _SAME_CURVE
     if config.activation_checkpoint.mode != "full":
         yield "activation_checkpoint.mode", "full", "recompute activations in backward" + _SAME_CURVE
     if train.loss_chunk_tokens > 128:
         yield "train.loss_chunk_tokens", train.loss_chunk_tokens // 4, "fewer logits at once" + _SAME_CURVE
-    if train.seq_len > 1:
-        yield "train.seq_len", train.seq_len // 2, "shorter sequences; the samples and the curve change"
+    key, seq_len = _step_size(config, index, "seq_len")
+    if seq_len > 1:
+        yield key, seq_len // 2, "shorter sequences; the samples and the curve change"
 
 
 def _on_state(config: Config, degrees: Degrees) -> Iterator[Change]:
@@ -223,12 +236,20 @@ def _on_host(config: Config, on_gpu: bool) -> Iterator[Change]:
         )
 
 
-def _accepted(config: Config, degrees: Degrees, change: Change) -> Config | None:
-    """Return the configuration with `change`; None if it is invalid or does not fit the world size."""
+def _accepted(config: Config, degrees: Degrees, change: Change, index: int | None) -> Config | None:
+    """Return the configuration with `change`; None if it is invalid or does not fit the world size.
+
+    index: the phase that `change` may change.
+    """
     key, value, _ = change
     section, _, name = key.partition(".")
     changes = {name: value} | ({"dp_shard": -1} if name == "dp_replicate" else {})
-    changed = config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
+    if index is not None and section == f"phase[{index}]":
+        phase = config.phase[index].model_copy(update=changes)
+        phases = (*config.phase[:index], phase, *config.phase[index + 1 :])
+        changed = config.model_copy(update={"phase": phases})
+    else:
+        changed = config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
     try:
         check_world(changed, _world(change, degrees))
     except UserError:

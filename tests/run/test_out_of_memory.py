@@ -88,6 +88,26 @@ def test_the_first_suggestion_depends_on_the_largest_consumer(tmp_path) -> None:
     assert first(True) == ("parallel.dp_shard", 4)
 
 
+@pytest.mark.parametrize(
+    ("step", "wanted"),
+    [
+        (2, {"phase[0].micro_batch_size": 4, "phase[0].seq_len": 8}),  # the last step of the phase
+        (3, {"train.micro_batch_size": 1, "train.seq_len": 16}),
+    ],
+)
+def test_a_key_that_the_failed_steps_phase_overrides_is_changed_in_the_phase(
+    tmp_path, step: int, wanted: dict[str, int]
+) -> None:
+    options = ["--train.global_batch_size=8", "--train.micro_batch_size=2"]
+    table = "[{{until_tokens=256,seq_len={},micro_batch_size={}}}]"
+    config = load(tmp_path, *options, f"--phase={table.format(16, 8)}")
+    usable = list(usable_changes(config, check_world(config, 1), False, True, step))
+    found = {key: value for (key, value, _), _ in usable if key.endswith(("micro_batch_size", "seq_len"))}
+    assert found == wanted
+    if step == 2:
+        assert usable[0][1] == load(tmp_path, *options, f"--phase={table.format(16, 4)}")
+
+
 @pytest.mark.parametrize("state_dominates", [False, True])
 def test_narrow_moments_and_recomputation_come_before_offloading(tmp_path, state_dominates: bool) -> None:
     config = load(tmp_path)
