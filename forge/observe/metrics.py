@@ -137,11 +137,13 @@ class MetricsWriter(Hook):
         for tracker in self._trackers:
             tracker.close()
 
-    def restart_from(self, step: int, rollbacks: int, aside: bool = False) -> Path | None:
+    def restart_from(
+        self, step: int, rollbacks: int, inputs: Mapping[str, Any], aside: bool = False
+    ) -> Path | None:
         """Remove the output of steps after `step` (-1: of all steps), because these steps are repeated.
 
-        Collective. rollbacks: number of roll-backs of the run so far. With `aside`, keep the old metrics.jsonl and
-        return its new name. Raises UserError (exit 1) on all ranks if metrics.jsonl cannot be cut.
+        Collective. rollbacks: number of roll-backs of the run so far. inputs: fingerprints of the data. With `aside`, keep
+        the old metrics.jsonl and return its new name. Raises UserError (exit 1) on all ranks if metrics.jsonl cannot be cut.
         """
         self._restart_means()
         self._board.discard_after(max(step, 0))
@@ -154,7 +156,7 @@ class MetricsWriter(Hook):
 
         kept = on_first_rank("cutting metrics.jsonl", cut)
         for tracker in self._trackers:
-            tracker.discard_after(step, aside or step < 0, rollbacks)
+            tracker.discard_after(step, aside or step < 0, rollbacks, inputs)
         waiting, self._waiting = self._waiting or [], None
         for at, values in waiting:
             self._show(at, values)

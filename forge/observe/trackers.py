@@ -3,8 +3,8 @@
 A run of forge has one record in each tracking service: the service's own run. `trackers.json` in the run directory
 contains the record's id and last step. A resumed run continues the record, and adds missing steps from metrics.jsonl.
 The record may contain steps that no longer belong to the run: after a roll-back, after a resume with another learning
-rate or another mixture, or after a new start in the same directory (`checkpoint.resume = none`, or another checkpoint).
-forge then marks the record as superseded, and writes all steps in metrics.jsonl to a new record.
+rate, other data or another precision, or after a new start in the same directory (`checkpoint.resume = none`, or
+another checkpoint). forge then marks the record as superseded, and writes all steps in metrics.jsonl to a new record.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
 # Keys that decide a run's numbers. Keys not listed, such as the microbatch size, leave them equal up to rounding.
 NUMBERS = (
-    *("model.", "optimizer.", "schedule.", "phase", "data.temperature", "run.seed"),
+    *("model.", "optimizer.", "schedule.", "precision.", "phase", "run.seed"),
+    *("data.temperature", "data.document_mask"),
     *("train.steps", "train.tokens", "train.seq_len", "train.global_batch_size"),
     *("train.grad_clip_norm", "train.z_loss_coef"),
 )
@@ -165,14 +166,16 @@ class Tracker:
         copied = dict(values)  # the caller may change its own
         self._do(lambda: self._write(step, copied))
 
-    def discard_after(self, step: int, history_ends: bool, rollbacks: int = 0) -> None:
+    def discard_after(
+        self, step: int, history_ends: bool, rollbacks: int = 0, inputs: Mapping[str, Any] | None = None
+    ) -> None:
         """Continue the curves from `step`, because the run restarts there.
 
         history_ends: True if the repeated steps may differ from those sent before. They may also differ if the number
-        of `rollbacks` or a key of NUMBERS has changed since. In these cases, if steps after `step` were sent, the
-        service's run is marked as superseded and a new one begins.
+        of `rollbacks`, a key of NUMBERS or a fingerprint of the data in `inputs` has changed since. In these cases, if
+        steps after `step` were sent, the service's run is marked as superseded and a new one begins.
         """
-        self._do(lambda: self._restart(step, history_ends, rollbacks))
+        self._do(lambda: self._restart(step, history_ends, rollbacks, inputs))
 
     def close(self) -> None:
         """Send the remaining points and end the thread. Wait at most PATIENCE_S seconds."""
@@ -206,13 +209,14 @@ class Tracker:
                 message = "metrics.%s is off from now on: %s"
                 log.warning(message, self._kind, problem, extra=Cause.SIDE_SYSTEM.mark)
 
-    def _restart(self, step: int, history_ends: bool, rollbacks: int) -> None:
+    def _restart(
+        self, step: int, history_ends: bool, rollbacks: int, inputs: Mapping[str, Any] | None
+    ) -> None:
         saved = read_object(self._path).get(self._kind, {})
         record, last = saved.get("record"), int(saved.get("step", -1))
         numbers = {key: value for key, value in self._config.items() if key.startswith(NUMBERS)}
-        # A source is known by its share: its path may differ in every job.
-        shares = [[one["weight"], one["max_epochs"]] for one in self._config.get("data.sources", ())]
-        content = {"rollbacks": rollbacks, "shares": shares} | numbers
+        # A source is known by its fingerprint and share in `inputs`: its path may differ in every job.
+        content = {"rollbacks": rollbacks, "inputs": inputs} | numbers
         branch = hashlib.sha256(encode(content)).hexdigest()
         history_ends |= (saved.get("branch") or self._branch or branch) != branch
         self._branch = branch

@@ -49,7 +49,8 @@ class History:
         names = self._checkpoints.set_aside_after(start.kept)
         write_rollbacks(reporter.directory, trainer.progress)
         rolled_back = len(trainer.progress.rollbacks)
-        metrics = trainer.metrics.restart_from(start.kept, rolled_back, aside=start.replaces)
+        inputs = trainer.data.fingerprints
+        metrics = trainer.metrics.restart_from(start.kept, rolled_back, inputs, aside=start.replaces)
         if names or metrics:
             aside = metrics and metrics.name
             reporter.event(Cause.SET_ASIDE, checkpoints=names, metrics=aside, kept=start.kept)

@@ -133,27 +133,31 @@ def test_after_a_roll_back_a_new_record_has_the_valid_history(tmp_path, behind: 
 
 
 @pytest.mark.parametrize(
-    ("settings", "rollbacks", "differ"),
+    ("settings", "rollbacks", "inputs", "differ"),
     [
-        ({}, 0, False),
-        ({"train.micro_batch_size": 1}, 0, False),
-        ({"optimizer.lr": 1e-4}, 0, True),
-        ({"phase": [{"lr": 1e-4}]}, 0, True),
-        ({"data.sources": [{"path": "elsewhere", "weight": 1.0, "max_epochs": 0.0}]}, 0, False),
-        ({"data.sources": [{"path": "data", "weight": 2.0, "max_epochs": 0.0}]}, 0, True),
-        ({}, 1, True),  # killed in a roll-back, before the tracker took note
+        ({}, 0, {}, False),
+        ({"train.micro_batch_size": 1}, 0, {}, False),
+        ({"optimizer.lr": 1e-4}, 0, {}, True),
+        ({"phase": [{"lr": 1e-4}]}, 0, {}, True),
+        ({"precision.float8": "none"}, 0, {}, True),
+        ({"data.document_mask": True}, 0, {}, True),
+        ({"data.sources": [{"path": "elsewhere", "weight": 1.0, "max_epochs": 0.0}]}, 0, {}, False),
+        ({}, 0, {"data.sources[0].weight": 2.0}, True),
+        ({}, 0, {"data.sources[0].path": "another fingerprint"}, True),
+        ({}, 1, {}, True),  # killed in a roll-back, before the tracker took note
     ],
 )
 def test_a_resume_with_other_numbers_begins_a_new_record(
-    tmp_path, settings: dict[str, object], rollbacks: int, differ: bool
+    tmp_path, settings: dict[str, object], rollbacks: int, inputs: dict[str, object], differ: bool
 ) -> None:
     service, history = Kept(), [(1, {"train/loss": 2.0}), (2, {"train/loss": 3.0})]
+    before = {"data.sources[0].path": "a fingerprint", "data.sources[0].weight": 1.0}
     first = tracker(tmp_path, service)
-    first.discard_after(-1, history_ends=True)
+    first.discard_after(-1, history_ends=True, inputs=before)
     write(first, 1, 2, 3, 4)
     first.close()
     second = tracker(tmp_path, service, history, **settings)
-    second.discard_after(2, history_ends=False, rollbacks=rollbacks)
+    second.discard_after(2, history_ends=False, rollbacks=rollbacks, inputs=before | inputs)
     write(second, 3, 4, 5, loss=7.0)
     second.close()
     assert service.superseded == (["record-0"] if differ else [])
