@@ -281,7 +281,8 @@ def _optimizer(config: Config) -> Iterator[Problem]:
                 remedy = f"set it to the {used[key]} of the model for which optimizer.lr was tuned"
                 yield problem(f"optimizer.mup.{key}", least, remedy, "optimizer.parametrization")
     if optimizer.name == "muon":
-        if optimizer.muon.qk_clip and config.model.qk_norm and config.model.latent is None:
+        has_norm = config.model.qk_norm and set(config.model.pattern) != {"linear"}
+        if optimizer.muon.qk_clip and has_norm and config.model.latent is None:
             undone = "because RMSNorm removes the scale of queries and keys, and bounds the logits"
             none = f"has no effect with model.qk_norm = true, {undone}"
             yield problem(

@@ -143,8 +143,8 @@ class Reporter:
         """Report that training starts after step `step` of `of` steps.
 
         path: the resumed checkpoint, or None. new: False if the run resumes from its own checkpoint. replaced_after: if a
-        new history replaces an earlier one, the last step of the earlier one that stays, or -1; otherwise None. A run that
-        starts again before its first save replaces no history.
+        new history replaces what the directory may hold, the last step of the earlier one that stays, or -1; otherwise
+        None. A run that starts again before its first save replaces no history.
         """
         self._begun = True
         kind = "fresh" if path is None else "resumed"

@@ -108,7 +108,7 @@ class Trainer:
         return self.signals.reason or "another rank was asked to stop"
 
     def _prepare_change(self) -> None:
-        """Prepare a step that has other sizes or windows than the step before, because a phase begins. Collective."""
+        """Prepare a step that has other settings than the step before, e.g. because a phase begins. Collective."""
         plan, before, progress, step = self.plan, self._previous, self.progress, self.progress.step
         if before is not None and plan is not before:
             kinds = {
@@ -122,10 +122,11 @@ class Trainer:
             if plan.tokens > 2 * before.tokens:
                 # The watchdog's limit for the steps so far would be too short.
                 self.reporter.phases.may_compile(step + 1)
-        # The last step of the history may belong to an earlier process, with other settings.
-        if progress.last_kind is not None and progress.last_step_at is not None:
-            last_tokens = progress.tokens - progress.last_step_at
-            if plan.kind != progress.last_kind or plan.tokens < last_tokens:
+        if step:
+            # The last step of the history may belong to an earlier process, with other settings.
+            last, began = self._last_plan, progress.last_step_at
+            tokens = last.tokens if began is None else progress.tokens - began
+            if plan.kind != (progress.last_kind or last.kind) or plan.tokens < tokens:
                 # Loss and gradient norm may change their level. The last step's result belongs to the old level.
                 self.process_last_result()
                 progress.spikes.clear()
@@ -192,9 +193,12 @@ class Trainer:
     @property
     def last_config(self) -> Config:
         """The config without phases, with the sizes, the window and the document mask of the last step."""
+        return config_of(self.config, self._last_plan)
+
+    @property
+    def _last_plan(self) -> StepPlan:
         progress = self.progress
-        last = self.phases.ended_at(progress.step, progress.tokens, progress.last_step_at)
-        return config_of(self.config, last)
+        return self.phases.ended_at(progress.step, progress.tokens, progress.last_step_at)
 
     @property
     def finished(self) -> bool:

@@ -55,6 +55,7 @@ def test_a_phase_forgets_the_level_of_the_loss_and_the_duration_of_steps(
     trainer: Any = SimpleNamespace(
         plan=replace(before, **changes) if changes else before,
         _previous=None if restarted else before,
+        _last_plan=before,
         progress=SimpleNamespace(
             step=9, tokens=10_000, last_step_at=10_000 - before.tokens, last_kind=before.kind, spikes=spikes
         ),

@@ -90,7 +90,7 @@ def _has_ends_of(tokenizer: SentencePieceTokenizer, folder: Path) -> bool:
     settings: dict[str, Any] = {}
     for path in (folder / name for name in reversed(SETTINGS_FILES)):
         try:
-            settings |= read_json(path.read_bytes()) if path.is_file() else {}
+            settings = {**settings, **(read_json(path.read_bytes()) if path.is_file() else {})}
         except (ValueError, TypeError) as error:
             raise UserError(f"tokenizer {path}: is not a JSON object: {error}") from None
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from forge.data.tokenizer import Tokenizer
 from forge.hook import Hook
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import on_every_rank
@@ -21,7 +23,7 @@ class TaskScores(Hook):
     """Score the model on `evaluate.tasks` every `evaluate.tasks_interval` steps, if the data has a tokenizer.
 
     All ranks process the same questions, so any layout works, but data-parallel ranks repeat the work. If a rank cannot
-    load the tasks, or if all ranks have an error in scoring, the hook warns and the run continues. If only some ranks have
+    load the tasks for the first time, or if all ranks have an error in scoring, the hook warns and the run continues. If only some ranks have
     an error in scoring, they wait for the other ranks until the watchdog ends all ranks. The constructor raises UserError
     for an unknown task, or if lm-eval is not installed.
     """
@@ -46,6 +48,8 @@ class TaskScores(Hook):
         if trainer.data.tokenizer is None:
             message = "evaluate.tasks: skipped, because the data has no tokenizer"
             log.warning(message, extra=Cause.SIDE_SYSTEM.mark)
+        else:
+            self._scorer(trainer.data.tokenizer)  # raises UserError for a tokenizer without a begin or end token
 
     def after_step(self, step: int) -> None:
         trainer, config = self._trainer, self._trainer.config.evaluate
@@ -54,14 +58,10 @@ class TaskScores(Hook):
             return
         trainer.process_last_result()
         with trainer.reporter.phases.during("evaluation", step):
-            train, limit = trainer.last_config.train, config.tasks_limit or None
-            scorer = self._tasks.LoopScorer(
-                trainer.model.logits, tokenizer, train.seq_len, trainer.device, train.micro_batch_size
-            )
+            scorer, limit = self._scorer(tokenizer), config.tasks_limit or None
             try:
-                if (
-                    not self._loaded
-                ):  # a rank may fail to download a dataset, which others have in their caches
+                # A rank may fail to download a dataset, which others have in their caches.
+                if not self._loaded:
                     load = functools.partial(self._tasks.load_tasks, config.tasks, self._manager)
                     on_every_rank("loading tasks", load, self._group)
                     self._loaded = True
@@ -74,3 +74,9 @@ class TaskScores(Hook):
                 log.warning("no task was scored at step %d: %s", step, error, extra=Cause.SIDE_SYSTEM.mark)
             else:
                 trainer.metrics.tasks(step, scores)
+
+    def _scorer(self, tokenizer: Tokenizer) -> Any:
+        trainer, train = self._trainer, self._trainer.last_config.train
+        return self._tasks.LoopScorer(
+            trainer.model.logits, tokenizer, train.seq_len, trainer.device, train.micro_batch_size
+        )

@@ -185,7 +185,7 @@ def _list_objects(
         raise UserError(f"--input {url}: no such object, and none below it")
     for path, size in found.items():
         is_named = path.rstrip("/") == url.rstrip("/")
-        key = Path(lasting(path)).name if is_named else path.removeprefix(url.rstrip("/") + "/")
+        key = Path(name_of(lasting(path))).name if is_named else path.removeprefix(url.rstrip("/") + "/")
         if any(part.startswith(".") or part == "__pycache__" for part in key.split("/")[:-1]):
             continue
         if not is_named and not key.endswith(endings):

@@ -73,7 +73,8 @@ class RunRecord:
         found: list[dict[str, Any]] = []
         for event in self.events:
             if (kept := event.get("replaced_after")) is not None:
-                found = [one for one in found if one.get("step", one.get("from_step", inf)) <= kept]
+                # A roll-back belongs to the steps after `to_step`.
+                found = [one for one in found if one.get("step", one.get("to_step", inf) + 1) <= kept]
             if event["event"] in kinds:
                 found.append(event)
         return found
