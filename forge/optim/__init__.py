@@ -15,11 +15,11 @@ from forge.config.schema import OptimizerConfig
 from forge.optim.compiled import CompiledAdamW
 from forge.optim.ema import WithAverage
 from forge.optim.muon import Muon
-from forge.optim.optimizer import Optimizer, optimizer_class, with_scales
+from forge.optim.optimizer import Optimizer, optimizer_class, share_boxes, with_scales
 from forge.optim.schedule import decay_start, learning_rate, planned_rate
 from forge.shard import Shard
 
-__all__ = ["Optimizer", "build_optimizer", "decay_start", "learning_rate", "planned_rate"]
+__all__ = ["Optimizer", "build_optimizer", "decay_start", "learning_rate", "planned_rate", "share_boxes"]
 
 
 def build_optimizer(
@@ -31,7 +31,7 @@ def build_optimizer(
 ) -> Optimizer:
     """Make the optimizer `config.name`, with an average of the weights if `config.ema` is above 0.
 
-    Call on all ranks together: Muon and int8 moments may use collectives.
+    Call on all ranks together: Muon and int8 moments use collectives, unless the shards are from `share_boxes`.
 
     group: ranks that together hold every element of the parameters, with the same list of shards on each rank; None:
     only this process. Optimizers that need whole matrices, e.g. Muon, exchange parts of matrices over this group.

@@ -149,12 +149,35 @@ def update_groups(shards: Sequence[Shard], config: OptimizerConfig, max_numel: i
     return [group for _, groups in decayed_first for group in groups]
 
 
+def share_boxes(
+    shards: Sequence[Shard], config: OptimizerConfig, group: dist.ProcessGroup | None
+) -> list[Shard]:
+    """Return copies of `shards` with `boxes_on` set for the ranks of `group`. Collective.
+
+    The optimizer's constructor then needs no communication. If it fails on one rank, e.g. because memory is exhausted, no
+    other rank waits for this rank. Return `shards` if `config` names an optimizer that needs no boxes of other ranks.
+    """
+    if group is None or (config.name in ("adamw", "lion") and config.moment_dtype != "int8"):
+        return list(shards)
+    # Keep equal boxes only once, because the optimizer keeps its shards and thereby all boxes.
+    same: dict[tuple[Box, ...], tuple[Box, ...]] = {}
+    everyones = [
+        [same.setdefault(one, one) for one in of_rank] for of_rank in gather_shard_boxes(shards, group)
+    ]
+    of_ranks = dict(zip(dist.get_process_group_ranks(group), everyones, strict=True))
+
+    def knowing(number: int, shard: Shard) -> Shard:
+        return replace(shard, boxes_on=lambda rank: of_ranks[rank][number])
+
+    return [knowing(number, shard) for number, shard in enumerate(shards)]
+
+
 def gather_shard_boxes(
     shards: Sequence[Shard], group: dist.ProcessGroup | None
 ) -> list[list[tuple[Box, ...]]]:
     """Return the boxes of `shards` on every rank of `group`: one list per rank, with one entry per shard.
 
-    group None: only this process. Collective.
+    group None: only this process. Collective, unless `boxes_on` of all shards is set.
     """
     if group is None or group.size() == 1:
         return [[shard.boxes for shard in shards]]

@@ -14,7 +14,7 @@ from forge.model import flops_per_token
 from forge.observe.collector import Collector
 from forge.observe.metrics import MetricsWriter
 from forge.observe.report import Reporter
-from forge.optim import Optimizer, build_optimizer, planned_rate
+from forge.optim import Optimizer, build_optimizer, planned_rate, share_boxes
 from forge.parallel.build import build_meta_model, build_parallel_model
 from forge.parallel.float8 import product_format
 from forge.parallel.mesh import make_meshes
@@ -226,15 +226,15 @@ class Trainer:
     def _make_optimizer(self) -> Optimizer:
         """Build the optimizer of this rank's shards. Collective.
 
-        Raises UserError on every rank if the optimizer cannot update a parameter.
+        Raises UserError on every rank if the optimizer cannot update a parameter or memory is exhausted on a rank.
         """
-        config = self.config
+        config, group = self.config, self.meshes.stage
         compiled = config.compile if config.compile.optimizer else None
+        # The constructor has no collectives of its own, so a rank that fails in it leaves no other rank waiting.
+        shards = share_boxes(self.model.shards, config.optimizer, group)
         return on_every_rank(
             "making the optimizer",
-            lambda: build_optimizer(
-                self.model.shards, config.optimizer, self.meshes.stage, compiled, self.model.copies
-            ),
+            lambda: build_optimizer(shards, config.optimizer, group, compiled, self.model.copies),
         )
 
     def open_data(self) -> None:

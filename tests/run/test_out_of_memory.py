@@ -3,19 +3,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from forge.config import check_world
+from forge.config import check_world, parse_toml_text
 from forge.config.keys import to_literal
 from forge.observe.memory_report import MemoryReport
+from forge.optim.moments import Moments
 from forge.run.out_of_memory import explaining_exhaustion, planned_peaks, usable_changes
 from forge.runtime.distributed import RanksFailed, cause_of, ran_out_of_memory
 from forge.runtime.errors import UserError
 from forge.tools.plan.peak import planned_peak
+from forge.train.trainer import Trainer
+from tests.support.checkpoints import rows
 from tests.support.configs import load, tiny
+from tests.support.equivalence import tiny_config
+from tests.support.harness import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -53,6 +60,28 @@ def test_other_errors_pass_through() -> None:
         explaining_exhaustion(MemoryReport(CPU), config, check_world(config, 1), _no_plan),
     ):
         raise RuntimeError("shapes differ")
+
+
+def _make_optimizer(rank: int, world: int, text: str) -> tuple[str, bool]:
+    def exhaust(*_: Any) -> None:
+        raise MemoryError("no memory left")
+
+    if rank == 1:
+        Moments.__init__ = exhaust  # type: ignore[method-assign]
+    shapes = {"layers.0.attention.wq.weight": (8, 4), "norm.weight": (4,)}
+    shards = [rows(name, torch.ones(shape), rank, world) for name, shape in shapes.items()]
+    model = SimpleNamespace(shards=shards, copies={})
+    meshes = SimpleNamespace(stage=dist.group.WORLD)
+    trainer: Any = SimpleNamespace(config=parse_toml_text(text), model=model, meshes=meshes)
+    with pytest.raises(RanksFailed) as raised:
+        Trainer._make_optimizer(trainer)
+    return str(raised.value), ran_out_of_memory(raised.value)
+
+
+@pytest.mark.parametrize("key", ['name = "muon"', 'moment_dtype = "int8"'])
+def test_memory_exhausted_in_the_optimizer_of_one_rank_is_reported_on_every_rank(key) -> None:
+    message = "making the optimizer failed on rank 1: MemoryError: no memory left"
+    assert run_ranks(_make_optimizer, 2, f"{tiny_config()}[optimizer]\n{key}\n") == [(message, True)] * 2
 
 
 WORLDS = [
