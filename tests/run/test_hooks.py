@@ -6,8 +6,11 @@ import re
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from forge.checkpoint import read_state
 from forge.hook import EVENTS, Hook, Hooks, StepResult
@@ -104,6 +107,18 @@ class NotJson(Hook):
         return {"set": {1, 2}}
 
 
+class OwnGroup(Hook):
+    """Make a process group, and write its timeout in seconds at the start."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._group = dist.new_group(backend="gloo")
+        self._path = trainer.reporter.directory.root / "timeout.txt"
+
+    def before_run(self, step: int) -> None:
+        backend: Any = self._group._get_backend(torch.device("cpu"))
+        self._path.write_text(str(backend.options._timeout.total_seconds()))
+
+
 class NoHook:
     pass
 
@@ -186,6 +201,12 @@ def test_a_hooks_request_for_a_checkpoint_on_one_rank_causes_one_save(tmp_path, 
     run = Run(tmp_path, hooks("Saving"), "--train.steps=10", f"--checkpoint.interval={interval}")
     assert run(world=2) == 0, run.output()
     assert run.checkpoints() == ["step-00000006", "step-00000010"]
+
+
+def test_the_group_of_a_hook_waits_as_long_as_the_longest_phase(tmp_path) -> None:
+    run = Run(tmp_path, hooks("OwnGroup"), "--train.steps=1", "--resilience.evaluate_timeout_s=7200")
+    assert run() == 0, run.output()
+    assert float((run.path / "timeout.txt").read_text()) > 7200
 
 
 def test_an_empty_hook_is_never_called() -> None:
