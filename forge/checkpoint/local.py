@@ -98,12 +98,14 @@ class LocalTier:
         size = sum(one.size for one in transfers if nodes.node_of(one.target) == nodes.own)
         on_every_rank("making room for local states", lambda: require_room(folder, size), self._group)
 
-        def bring() -> None:
-            for name in exchange(folder, transfers, nodes.rank, self._group):
+        received = exchange(folder, transfers, nodes.rank, self._group)
+
+        def verify() -> None:
+            for name in received:
                 if entry(folder / name) != self._files[name]:
                     raise Damaged(f"{name} differs from its saved content")
 
-        on_every_rank("bringing files from other nodes", bring, self._group)
+        on_every_rank("verifying files from other nodes", verify, self._group)
 
     def forget_after(self, step: int) -> list[SaveOutcome]:
         """Remove the states of all steps after `step` (-1: all states). Collective.
@@ -268,12 +270,8 @@ def write_parts(
         parts = gather_from_ranks(
             "reading back what was written", lambda: _own_files(part, nodes.rank), group
         )
-
-        def copy() -> None:
-            exchange(part, _copies(nodes, peers, parts), nodes.rank, group)
-            fault_point("local.before_manifest", step)
-
-        on_every_rank("copying to peers", copy, group)
+        exchange(part, _copies(nodes, peers, parts), nodes.rank, group)
+        on_every_rank("copying to peers", lambda: fault_point("local.before_manifest", step), group)
         small = on_first_rank("listing files", lambda: _small_files(part, contents, parts), group)
         on_every_rank("completing the local state", lambda: complete(part, final, small), group)
 

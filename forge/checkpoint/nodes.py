@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge.runtime.distributed import gather_from_ranks
+from forge.runtime.distributed import gather_from_ranks, on_every_rank
 
 _CHUNK = 1 << 28
 
@@ -77,32 +77,40 @@ class Transfer:
 def exchange(folder: Path, transfers: Sequence[Transfer], rank: int, group: dist.ProcessGroup) -> list[str]:
     """Send and receive files of `folder`. Return the names of received files.
 
-    Collective: all ranks pass the same transfers in the same order. Files are mapped into memory, so only the network
-    transfer copies data.
+    Collective: all ranks pass the same transfers in the same order. Raises RanksFailed on every rank if a rank cannot open
+    or allocate a file. Files are mapped into memory, so only the network transfer copies data.
     """
-    works, received, mapped = [], [], []
-    for number, one in enumerate(transfers):
-        if rank not in (one.source, one.target) or not one.size:
-            continue
-        sends = rank == one.source
-        if not sends:
-            received.append(one.name)
-        content = _map(folder / one.name, one.size, writes=not sends)
-        mapped.append(content)  # keep the memory alive until the transfer is complete
-        for chunk in content.split(_CHUNK):
-            if sends:
-                works.append(dist.isend(chunk, one.target, group=group, tag=number))
-            else:
-                works.append(dist.irecv(chunk, one.source, group=group, tag=number))
-    for work in works:
-        if work is not None:
-            work.wait()
-    return received
+    own = [(tag, one) for tag, one in enumerate(transfers) if rank in (one.source, one.target) and one.size]
+    # Map all files on all ranks before the first transfer. A rank that fails later would leave its peers waiting.
+    contents = on_every_rank(
+        "mapping files for the exchange between nodes",
+        lambda: [_map(folder / one.name, one.size, writes=rank == one.target) for _, one in own],
+        group,
+    )
+
+    def send_and_receive() -> None:
+        works = []
+        for (tag, one), content in zip(own, contents, strict=True):
+            for chunk in content.split(_CHUNK):
+                if rank == one.source:
+                    works.append(dist.isend(chunk, one.target, group=group, tag=tag))
+                else:
+                    works.append(dist.irecv(chunk, one.source, group=group, tag=tag))
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    on_every_rank("exchanging files between nodes", send_and_receive, group)
+    return [one.name for _, one in own if rank == one.target]
 
 
 def _map(path: Path, size: int, writes: bool) -> Tensor:
     """Map the file at `path` as a uint8 tensor `[size]`.
 
-    writes: create the file, and write changes of the tensor to it. False: read an existing file.
+    writes: create and allocate the file, and write changes of the tensor to it. False: read an existing file.
     """
+    if writes:
+        with path.open("wb") as file:
+            # A write to a mapped page without a disk block, e.g. beyond a quota, would kill the process with SIGBUS.
+            os.posix_fallocate(file.fileno(), 0, size)
     return torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)

@@ -166,6 +166,26 @@ def test_a_failed_state_on_one_rank_fails_on_all_and_the_next_state_is_kept(tmp_
         assert not list((tmp_path / name).glob(".*"))
 
 
+def unmappable(rank: int, world: int, folder: Path) -> tuple[str | None, str | None]:
+    from forge.checkpoint import nodes
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    mapped, tier = nodes._map, tier_of(rank, folder, "ab")
+    nodes._map = fail if rank == 1 else mapped
+    first = save(tier, rank, world, 1)
+    nodes._map = mapped
+    return first, save(tier, rank, world, 2)
+
+
+def test_a_file_that_one_rank_cannot_map_fails_the_state_on_all_and_no_rank_waits(tmp_path) -> None:
+    for first, then in run_ranks(unmappable, 2, tmp_path, timeout=60):
+        assert "mapping files for the exchange between nodes failed on rank 1" in (first or "")
+        assert then is None
+    assert steps(tmp_path / "a") == steps(tmp_path / "b") == [2]
+
+
 def no_room(rank: int, world: int, folder: Path) -> str | None:
     from forge.checkpoint import local
 
