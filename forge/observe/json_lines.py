@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-import operator
 import os
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,15 +164,16 @@ class JsonLines:
             return False
 
 
-def warn_of_gap(path: Path, step: int, interval: int) -> None:
+def warn_of_gap(path: Path, step: int, interval: int, origin: int = 0) -> None:
     """Warn about missing training lines if the file's last line is more than `interval` steps before `step`.
 
     interval: the configured number of steps between lines. If two of the last ten lines are further apart, their
-    distance is used instead.
+    distance is used instead. origin: the step at which the history began; earlier steps need no lines.
     """
-    steps = [0, *(line["step"] for line in read_lines(path, "loss"))]
-    usual = max(interval, *map(operator.sub, steps[-10:], [0, *steps][-11:-1]))
-    if steps[-1] + usual < step or len(steps) == 1 < step:
+    steps = [origin, *(line["step"] for line in read_lines(path, "loss") if line["step"] > origin)]
+    usual = max([interval, *(later - earlier for earlier, later in pairwise(steps[-11:]))])
+    # Step 1 always has a line.
+    if steps[-1] + usual < step or (steps == [0] and step > 1):
         message = "%s lacks the training lines of steps %d to %d after a crash or an edit; the checkpoint is complete"
         log.warning(message, path, steps[-1] + 1, step, extra=Cause.LINES_LOST.mark)
 

@@ -138,12 +138,13 @@ class MetricsWriter(Hook):
             tracker.close()
 
     def restart_from(
-        self, step: int, rollbacks: int, inputs: Mapping[str, Any], aside: bool = False
+        self, step: int, rollbacks: int, inputs: Mapping[str, Any], origin: int = 0, aside: bool = False
     ) -> Path | None:
         """Remove the output of steps after `step` (-1: of all steps), because these steps are repeated.
 
-        Collective. rollbacks: number of roll-backs of the run so far. inputs: fingerprints of the data. With `aside`, keep
-        the old metrics.jsonl and return its new name. Raises UserError (exit 1) on all ranks if metrics.jsonl cannot be cut.
+        Collective. rollbacks: number of roll-backs of the run so far. inputs: fingerprints of the data. origin: the step at
+        which the history began. With `aside`, keep the old metrics.jsonl and return its new name. Raises UserError (exit 1)
+        on all ranks if metrics.jsonl cannot be cut.
         """
         self._restart_means()
         self._board.discard_after(max(step, 0))
@@ -151,7 +152,7 @@ class MetricsWriter(Hook):
         def cut() -> Path | None:
             assert self._log is not None
             kept = self._log.cut(step, aside)
-            warn_of_gap(self._log.path, step, self._config.metrics.log_interval)
+            warn_of_gap(self._log.path, step, self._config.metrics.log_interval, origin)
             return kept
 
         kept = on_first_rank("cutting metrics.jsonl", cut)

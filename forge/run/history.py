@@ -10,8 +10,14 @@ from forge.checkpoint import Checkpoints
 from forge.run.origin import write_origin
 from forge.run.restore import load_training_state, load_weights
 from forge.run.resume import Start
-from forge.run.rollback import find_rollback_point, merged_rollbacks, write_rollbacks
+from forge.run.rollback import (
+    find_rollback_point,
+    merged_rollbacks,
+    recorded_origin,
+    write_rollbacks,
+)
 from forge.runtime.causes import Cause
+from forge.runtime.distributed import on_first_rank
 from forge.runtime.errors import RollbackRequired
 from forge.train.state import Rollback
 from forge.train.trainer import Trainer
@@ -49,8 +55,11 @@ class History:
         names = self._checkpoints.set_aside_after(start.kept)
         write_rollbacks(reporter.directory, trainer.progress)
         rolled_back = len(trainer.progress.rollbacks)
-        inputs = trainer.data.fingerprints
-        metrics = trainer.metrics.restart_from(start.kept, rolled_back, inputs, aside=start.replaces)
+        origin = start.origin or on_first_rank(
+            "reading origin.json", lambda: recorded_origin(reporter.directory)
+        )
+        first, inputs = origin.step if origin else 0, trainer.data.fingerprints
+        metrics = trainer.metrics.restart_from(start.kept, rolled_back, inputs, first, aside=start.replaces)
         if names or metrics:
             aside = metrics and metrics.name
             reporter.event(Cause.SET_ASIDE, checkpoints=names, metrics=aside, kept=start.kept)

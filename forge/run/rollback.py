@@ -43,7 +43,7 @@ def find_rollback_point(
     is that before the first of them. Raises UserError (exit 1) if there is none, or after too many roll-backs.
     """
     limit, verify = config.resilience.max_rollbacks, config.checkpoint.verify
-    origin = on_first_rank("reading origin.json", lambda: _origin(directory))
+    origin = on_first_rank("reading origin.json", lambda: recorded_origin(directory))
     begun = origin.step if origin is not None else 0
     # A checkpoint saved since the last roll-back proves that the roll-back helped.
     last_saved = max(checkpoints.steps(), default=begun)
@@ -143,7 +143,7 @@ def is_abandoned(checkpoint: Path, rollbacks: Sequence[Mapping[str, Any]]) -> bo
     return any(one["to_step"] < progress["step"] for one in rollbacks[len(progress["rollbacks"]) :])
 
 
-def _origin(directory: RunDirectory) -> Origin | None:
+def recorded_origin(directory: RunDirectory) -> Origin | None:
     """Return the content of origin.json, i.e. how the run began. If it cannot be read, log a warning and return None."""
     try:
         return read_origin(directory)

@@ -168,6 +168,7 @@ def test_r6_a_rollback_without_an_own_checkpoint_returns_to_the_origin(tmp_path,
     assert (event["from_step"], event["to_step"]) == (7, 4)
     assert [line["step"] for line in run.metrics()] == list(range(5, 11))
     assert not any(line.get("skipped") for line in run.metrics())
+    assert "lacks the training lines" not in run.log()
 
 
 def test_roll_backs_before_the_origin_do_not_count_as_failed(tmp_path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.observe.json_lines import JsonLines
+from forge.observe.json_lines import JsonLines, warn_of_gap
 
 
 def read(path):
@@ -91,6 +91,28 @@ def test_lines_waiting_for_a_full_disk_are_cut_too(path, monkeypatch):
     metrics.cut(2)
     metrics.append(step=3, loss=2.0)
     assert [(line["step"], line["loss"]) for line in read(path)] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "step", "origin", "gap"),
+    [
+        ((), 1, 0, ""),
+        ((), 2, 0, "1 to 2"),
+        ((1, 2, 3), 6, 0, "4 to 6"),
+        ((1, 10, 20, 30), 35, 0, ""),
+        ((), 500, 500, ""),
+        ((), 510, 500, "501 to 510"),
+        ((501, 502), 502, 500, ""),
+        ((501, 502), 510, 500, "503 to 510"),
+        ((499, 500), 500, 500, ""),
+    ],
+)
+def test_lost_lines_are_reported_from_the_origin_on(path, caplog, lines, step, origin, gap):
+    for line in lines:
+        JsonLines(path).append(step=line, loss=1.0)
+    warn_of_gap(path, step, 1, origin)
+    assert caplog.text.count("lacks the training lines") == bool(gap)
+    assert f"of steps {gap}" in caplog.text or not gap
 
 
 def test_cut_of_no_file_makes_none(path):
