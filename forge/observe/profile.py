@@ -20,6 +20,29 @@ log = logging.getLogger(__name__)
 SNAPSHOT_ENTRIES = 200_000
 
 
+def report_missing_profiles(config: Profile, world: int, done: int, steps: int) -> None:
+    """Log the ranks and steps of `config` that the run does not have, because no trace of them is written.
+
+    world: the world size. done: number of steps made before this start. steps: `train.steps`. Not an error: after a
+    restart, a run may have fewer ranks or be past the span.
+    """
+    if not config.span:
+        return
+    span, (first, last) = list(config.span), config.span
+    if absent := [rank for rank in config.ranks if rank >= world]:
+        message = "profile.ranks: the run has no rank %s, so no profile of it is written; use ranks 0 to %d"
+        log.warning(message, ", ".join(map(str, absent)), world - 1, extra=Cause.NOTE.mark)
+    if first > steps:
+        message = (
+            "profile.span = %s: no profile is written, because the run ends at step %d; choose earlier steps"
+        )
+        log.warning(message, span, steps, extra=Cause.NOTE.mark)
+    elif last <= done:
+        log.info(
+            "profile.span = %s: no profile is written, because the run resumes after step %d", span, done
+        )
+
+
 class StepProfiler(Hook):
     """Writes profiles to `folder` after the last selected step, or at the end of the run.
 

@@ -12,7 +12,7 @@ from forge.data.steps import mixtures_ahead
 from forge.hook import Hook, StepResult
 from forge.observe.hardware import process_age_s
 from forge.observe.json_lines import read_lines
-from forge.observe.profile import StepProfiler
+from forge.observe.profile import StepProfiler, report_missing_profiles
 from forge.observe.trackers import PATIENCE_S, require_packages
 from forge.resilience.elastic import is_elastic
 from forge.resilience.stopping import TimeLimit
@@ -72,6 +72,8 @@ def make_hooks(
     if config.phase:
         hooks.append(PhaseChanges(trainer))
     hooks += [Epochs(trainer), trainer.metrics, trainer.reporter.memory]
+    if world.rank == 0:
+        report_missing_profiles(config.profile, world.size, trainer.progress.step, config.train.steps)
     if config.profile.span and world.rank in config.profile.ranks:
         hooks.append(StepProfiler(config.profile, world.rank, directory.profile, trainer.device))
     hooks.append(trainer.collector)

@@ -6,12 +6,13 @@ from tests.support.runs import Run
 
 
 def test_a_run_reports_its_memory_and_profiles_the_chosen_steps(tmp_path) -> None:
-    run = Run(tmp_path, "--train.steps=4", "--profile.span=[2,3]", "--profile.ranks=[1]")
+    run = Run(tmp_path, "--train.steps=4", "--profile.span=[2,3]", "--profile.ranks=[1,2]")
     assert run(world=2) == 0
     [memory] = [event for event in run.events() if event["event"] == "memory"]
     assert memory["optimizer_bytes"] == 2 * memory["parameters_bytes"] > 0
     assert "memory of this rank" in run.output()
     assert [path.name for path in (run.path / "profile").iterdir()] == ["rank-1-steps-2-3.json.gz"]
+    assert "profile.ranks: the run has no rank 2" in run.log()
 
 
 def test_a_custom_model_is_reported_as_built(tmp_path) -> None:

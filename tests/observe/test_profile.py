@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from forge.config.schema import Profile
-from forge.observe.profile import StepProfiler
+from forge.observe.profile import StepProfiler, report_missing_profiles
 
 CPU = torch.device("cpu")
 
@@ -37,6 +37,29 @@ def test_nothing_is_written_without_a_request(tmp_path, config) -> None:
 def test_a_run_starting_or_ending_within_the_steps_writes_a_partial_profile(tmp_path) -> None:
     assert train(tmp_path / "resumed", Profile(span=(2, 5)), range(4, 8)) == ["rank-0-steps-4-5.json.gz"]
     assert train(tmp_path / "stopped", Profile(span=(2, 50)), range(1, 4)) == ["rank-0-steps-2-end.json.gz"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Profile(span=(8, 9), ranks=(0, 4)), "profile.ranks: the run has no rank 4"),
+        (
+            Profile(span=(21, 22)),
+            "profile.span = [21, 22]: no profile is written, because the run ends at step 20",
+        ),
+        (
+            Profile(span=(3, 5)),
+            "profile.span = [3, 5]: no profile is written, because the run resumes after step 5",
+        ),
+        (Profile(span=(3, 6), ranks=(0, 3)), ""),
+        (Profile(span=(20, 30)), ""),
+        (Profile(ranks=(4,)), ""),
+    ],
+)
+def test_ranks_and_steps_that_the_run_does_not_have_are_reported(caplog, config, message: str) -> None:
+    with caplog.at_level("INFO"):
+        report_missing_profiles(config, world=4, done=5, steps=20)
+    assert message in caplog.text and len(caplog.records) == bool(message)
 
 
 def test_an_unwritable_trace_is_a_warning(tmp_path, caplog) -> None:
