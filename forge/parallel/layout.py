@@ -62,6 +62,12 @@ class Layout:
         return self.parallel.tp if divided else 1
 
 
+def frees_after_forward(layout: Layout | Config) -> bool:
+    """Return whether FSDP2 frees gathered parameters after forward. Under auto, some units are exceptions."""
+    choice = layout.parallel.reshard_after_forward
+    return layout.parallel.pp == 1 if choice == "auto" else choice != "never"
+
+
 def bounds_logits(config: Config) -> bool:
     """Return whether the optimizer needs the largest attention logits of each step."""
     return config.optimizer.name == "muon" and config.optimizer.muon.qk_clip > 0

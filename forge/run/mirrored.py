@@ -62,7 +62,9 @@ def restore_lost(
         new_because = new_history_because(config, directory, earlier.finished)
         named = origin_of(config).path
         # A run that goes back to its own checkpoint keeps the copies up to that step.
-        goes_back = named is not None and Path(named).is_dir() and Path(named).resolve().parent == folder.resolve()
+        goes_back = (
+            named is not None and Path(named).is_dir() and Path(named).resolve().parent == folder.resolve()
+        )
         # `find_start` handles a folder with a damaged checkpoint.
         if new_because is None and folders.is_empty(folder):
             restore(url, folder, is_abandoned=_left_by_a_rollback(directory), copied=copied)

@@ -41,8 +41,8 @@ from torch.distributed.tensor.placement_types import Shard as Split
 from forge.model import Experts, Router, Transformer
 from forge.model.linear_attention import Decay
 from forge.parallel.engines.accumulate import SummingReduceScatter
-from forge.parallel.float8 import frees_after_forward, gather_plain, scale_refresher
-from forge.parallel.layout import Layout, local_box
+from forge.parallel.float8 import gather_plain, scale_refresher
+from forge.parallel.layout import Layout, frees_after_forward, local_box
 from forge.parallel.precision import Unit, plan_units
 from forge.parallel.step.gradients import sum_gradients
 from forge.runtime import compat

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from forge.config import Config
 from forge.model import Experts
 from forge.parallel.float8.formats import Format, Quantised
-from forge.parallel.layout import Layout
+from forge.parallel.layout import Layout, frees_after_forward
 
 aten: Any = torch.ops.aten
 # Operators used by FSDP2 and by allocation; their results are wrapped as ShardedWeight again.
@@ -150,12 +150,6 @@ def may_gather_in_blocks(form: Format, layout: Layout | Config) -> bool:
     if form.square:
         return True
     return layout.activation_checkpoint.mode in ("none", "offload") and frees_after_forward(layout)
-
-
-def frees_after_forward(layout: Layout | Config) -> bool:
-    """Return whether FSDP2 frees gathered parameters after forward. Under auto, some units are exceptions."""
-    choice = layout.parallel.reshard_after_forward
-    return layout.parallel.pp == 1 if choice == "auto" else choice != "never"
 
 
 def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, layout: Layout) -> list[str]:

@@ -23,9 +23,9 @@ class TaskScores(Hook):
     """Score the model on `evaluate.tasks` every `evaluate.tasks_interval` steps, if the data has a tokenizer.
 
     All ranks process the same questions, so any layout works, but data-parallel ranks repeat the work. If a rank cannot
-    load the tasks for the first time, or if all ranks have an error in scoring, the hook warns and the run continues. If only some ranks have
-    an error in scoring, they wait for the other ranks until the watchdog ends all ranks. The constructor raises UserError
-    for an unknown task, or if lm-eval is not installed.
+    load the tasks for the first time, or if all ranks have an error in scoring, the hook warns and the run continues. If
+    only some ranks have an error later, they wait for the other ranks until the watchdog ends all ranks. The constructor
+    raises UserError for an unknown task, for a tokenizer without begin and end tokens, or if lm-eval is not installed.
     """
 
     def __init__(self, trainer: Trainer):
@@ -49,7 +49,9 @@ class TaskScores(Hook):
             message = "evaluate.tasks: skipped, because the data has no tokenizer"
             log.warning(message, extra=Cause.SIDE_SYSTEM.mark)
         else:
-            self._scorer(trainer.data.tokenizer)  # raises UserError for a tokenizer without a begin or end token
+            self._scorer(
+                trainer.data.tokenizer
+            )  # raises UserError for a tokenizer without a begin or end token
 
     def after_step(self, step: int) -> None:
         trainer, config = self._trainer, self._trainer.config.evaluate

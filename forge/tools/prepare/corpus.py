@@ -17,6 +17,7 @@ from forge.tools.prepare.content import (
     COMPRESSED,
     File,
     may_hold_many,
+    name_of,
     open_binary,
     open_content,
     plain_name,
