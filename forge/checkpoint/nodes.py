@@ -80,6 +80,8 @@ def exchange(folder: Path, transfers: Sequence[Transfer], rank: int, group: dist
     Collective: all ranks pass the same transfers in the same order. Raises RanksFailed on every rank if a rank cannot open
     or allocate a file. Files are mapped into memory, so only the network transfer copies data.
     """
+    if not transfers:
+        return []
     own = [(tag, one) for tag, one in enumerate(transfers) if rank in (one.source, one.target) and one.size]
     # Map all files on all ranks before the first transfer. A rank that fails later would leave its peers waiting.
     contents = on_every_rank(
@@ -109,7 +111,7 @@ def _map(path: Path, size: int, writes: bool) -> Tensor:
 
     writes: create and allocate the file, and write changes of the tensor to it. False: read an existing file.
     """
-    if writes:
+    if writes and hasattr(os, "posix_fallocate"):  # not on macOS
         with path.open("wb") as file:
             # A write to a mapped page without a disk block, e.g. beyond a quota, would kill the process with SIGBUS.
             os.posix_fallocate(file.fileno(), 0, size)

@@ -39,7 +39,8 @@ def report_missing_profiles(config: Profile, world: int, done: int, steps: int) 
         log.warning(message, span, steps, extra=Cause.NOTE.mark)
     elif last <= done:
         log.info(
-            "profile.span = %s: no profile is written, because the run resumes after step %d", span, done
+            "profile.span = %s: no profile is written unless the run rolls back, because it resumes after step %d",
+            *(span, done),
         )
 
 

@@ -155,9 +155,11 @@ def share_boxes(
     """Return copies of `shards` with `boxes_on` set for the ranks of `group`. Collective.
 
     The optimizer's constructor then needs no communication. If it fails on one rank, e.g. because memory is exhausted, no
-    other rank waits for this rank. Return `shards` if `config` names an optimizer that needs no boxes of other ranks.
+    other rank waits for this rank. Return `shards` if `config` names an optimizer that needs no boxes of other ranks, or a
+    user's optimizer, which may derive shards with other boxes.
     """
-    if group is None or (config.name in ("adamw", "lion") and config.moment_dtype != "int8"):
+    is_own = ":" not in config.name
+    if group is None or not is_own or (config.name != "muon" and config.moment_dtype != "int8"):
         return list(shards)
     # Keep equal boxes only once, because the optimizer keeps its shards and thereby all boxes.
     same: dict[tuple[Box, ...], tuple[Box, ...]] = {}

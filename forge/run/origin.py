@@ -140,7 +140,10 @@ def read_origin(directory: RunDirectory) -> Origin | None:
     Raises UserError (exit 2) if the record is invalid.
     """
     try:
-        return Origin(**json.loads(directory.origin.read_text()))
+        origin = Origin(**json.loads(directory.origin.read_text()))
+        if not isinstance(origin.step, int):
+            raise TypeError(f"step is {origin.step!r}, not a number")
+        return origin
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:

@@ -147,6 +147,6 @@ def recorded_origin(directory: RunDirectory) -> Origin | None:
     """Return the content of origin.json, i.e. how the run began. If it cannot be read, log a warning and return None."""
     try:
         return read_origin(directory)
-    except UserError as error:
+    except (UserError, OSError) as error:
         log.warning("%s", error, extra=Cause.LINES_LOST.mark)
         return None

@@ -230,7 +230,7 @@ class Trainer:
         """
         config, group = self.config, self.meshes.stage
         compiled = config.compile if config.compile.optimizer else None
-        # The constructor has no collectives of its own, so a rank that fails in it leaves no other rank waiting.
+        # forge's constructors then have no collectives, so a rank that fails in one leaves no other rank waiting.
         shards = share_boxes(self.model.shards, config.optimizer, group)
         return on_every_rank(
             "making the optimizer",

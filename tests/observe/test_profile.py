@@ -49,7 +49,7 @@ def test_a_run_starting_or_ending_within_the_steps_writes_a_partial_profile(tmp_
         ),
         (
             Profile(span=(3, 5)),
-            "profile.span = [3, 5]: no profile is written, because the run resumes after step 5",
+            "profile.span = [3, 5]: no profile is written unless the run rolls back, because it resumes after step 5",
         ),
         (Profile(span=(3, 6), ranks=(0, 3)), ""),
         (Profile(span=(20, 30)), ""),

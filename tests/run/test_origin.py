@@ -195,6 +195,7 @@ def test_rollbacks_of_an_abandoned_branch_do_not_count(tmp_path, monkeypatch) ->
 def test_resume_none_accepts_a_history_begun_by_auto_and_reports_an_unreadable_record(tmp_path) -> None:
     directory = begun_with(tmp_path, config("auto"))
     assert "checkpoint.resume = auto" in str(new_history_because(config("none"), directory, finished=False))
-    directory.origin.write_text("{")
-    with pytest.raises(UserError, match="remove this file"):
-        new_history_because(config("none"), directory, finished=False)
+    for record in ("{", '{"resume": "none", "init": "", "step": null}'):
+        directory.origin.write_text(record)
+        with pytest.raises(UserError, match="remove this file"):
+            new_history_because(config("none"), directory, finished=False)

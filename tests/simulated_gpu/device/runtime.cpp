@@ -145,20 +145,30 @@ struct Graph {
 };
 thread_local Graph* captured = nullptr;
 
+void (*on_launch)(const char*) = nullptr;  // called at each launch, see sources.py
+
 // A launch during a capture belongs to the graph, whose own launch is counted later.
 void count_kernel(const char* name) {
   if (captured) {
     captured->launches++;
     return;
   }
-  Lock lock(state().mutex);
-  state().kernels[name]++;
+  {
+    Lock lock(state().mutex);
+    state().kernels[name]++;
+  }
+  // Without the lock, because Python may wait for another thread that launches.
+  if (on_launch) on_launch(name);
 }
 
 cudaError_t launched(const void* function) {
-  Lock lock(state().mutex);
-  auto name = state().kernel_names.find(function);
-  count_kernel(name == state().kernel_names.end() ? "unnamed" : name->second.c_str());
+  std::string name = "unnamed";
+  {
+    Lock lock(state().mutex);
+    auto known = state().kernel_names.find(function);
+    if (known != state().kernel_names.end()) name = known->second;
+  }
+  count_kernel(name.c_str());
   return cudaSuccess;
 }
 
@@ -205,6 +215,8 @@ CUresult primary_context(CUdevice, unsigned* flags, int* active) {
 }
 
 }  // namespace
+
+SIMGPU_EXPORT void simgpu_on_launch(void (*call)(const char*)) { on_launch = call; }
 
 SIMGPU_EXPORT void simgpu_count_kernel(const char* name) { count_kernel(name); }
 
