@@ -116,7 +116,7 @@ def test_the_prepared_data_is_at_the_configs_path(name: str, parse) -> None:
         parse(words) for words in found if words[1] in ("scripts/train_tokenizer.py", "scripts/convert.py")
     )
     if "vocab_size" in first:
-        assert first.output == config.data.tokenizer and first.vocab_size == config.model.vocab_size
+        assert str(first.output) == config.data.tokenizer and first.vocab_size == config.model.vocab_size
     else:
         assert config.data.tokenizer == f"{first.output}/tokenizer"
 
