@@ -231,7 +231,6 @@ def test_bad_input_ends_with_2(run) -> None:
         (["--layouts", "tp=2", "--world-sizes=4"], "--layouts cannot be combined with --world-sizes"),
         (["--against", ".", "--random=3"], "--against cannot be combined with --random"),
         (["--in-place", "--random=3"], "--in-place cannot be combined with --random"),
-        (["--make-optimizer=mine:make"], "--make-optimizer: only with --module"),
         (
             ["--digests", "file", "--world-sizes=2", "--model.kind=mine:Broken"],
             "the run in one process fails: ValueError: a mistake of one's own",
@@ -242,6 +241,12 @@ def test_bad_input_ends_with_2(run) -> None:
     ):
         output = run(*options)
         assert output.code == 2 and message in output.err, output.err
+
+
+def test_an_optimizer_without_a_module_is_refused(run, capfd) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("--make-optimizer=mine:make")
+    assert "--make-optimizer: only with --module" in capfd.readouterr().err
 
 
 def test_the_page_lists_every_planted_defect() -> None:
