@@ -18,7 +18,7 @@ class Sources(Counting):
     """Count the launches of step COUNTED by source. Write `sources.RANK` to the run directory, most launches first.
 
     A line has the number, the kernel, the node that runs in backward ("-" in forward), and the innermost line of forge,
-    separated by tabs. Compiled functions have the line that calls them.
+    separated by tabs. Compiled functions have the line that calls them. Autograd's own additions have neither node nor line.
     """
 
     def __init__(self, trainer: Trainer):
