@@ -94,4 +94,4 @@ def test_every_launch_is_counted_by_its_source(tmp_path: Path) -> None:
     assert run.start(hook, world=4, patch=patch).join() == [0] * 4, run.output()[-4000:]
     rows = [line.split("\t") for line in (run.path / "sources.0").read_text().splitlines()]
     assert sum(int(number) for number, *_ in rows) == counting.read(run.path)["launches"]
-    assert {"model/experts.py", "parallel/dispatch.py"} <= {line.rpartition(":")[0] for *_, line in rows}
+    assert {"model/experts.py", "model/dispatch.py"} <= {line.rpartition(":")[0] for *_, line in rows}
