@@ -55,7 +55,8 @@ FEW = {
 def outcomes(model: str, options: tuple[str, ...], *layouts: str) -> list[Outcome]:
     config = load_config(["--config", model, *options])
     small, notes = shrink(config)
-    assert not notes
+    # A config's own qk_clip clips nothing in a small model, so shrinking lowers it.
+    assert all(note.startswith("optimizer.muon.qk_clip ") for note in notes)
     verifier = Verifier(small, Settings(steps=2, lr=0.01, borders=True, uneven=True, held_out=True))
     cases = [case for layout in layouts for case in parse_layouts(layout) if not why_illegal(small, case)]
     assert cases
