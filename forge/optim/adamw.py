@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from forge.config.schema import OptimizerConfig
 from forge.optim.moments import make_moments
-from forge.optim.optimizer import gradient, register, update_groups, weight_decay, wide_dtype
+from forge.optim.optimizer import gradient, update_groups, weight_decay, wide_dtype
 from forge.shard import Shard
 
 # Parameters in a narrow dtype are updated through float32 copies. To bound memory, about this many elements are copied
@@ -24,7 +24,6 @@ from forge.shard import Shard
 WIDENED_ELEMENTS = 1 << 26
 
 
-@register("adamw")
 class AdamW:
     """The update theta <- theta - lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * theta).
 

@@ -13,11 +13,10 @@ from torch.distributed import ProcessGroup
 
 from forge.config.schema import OptimizerConfig
 from forge.optim.moments import make_moments
-from forge.optim.optimizer import gradient, register, weight_decay, wide_dtype, write_unless
+from forge.optim.optimizer import gradient, weight_decay, wide_dtype, write_unless
 from forge.shard import Shard
 
 
-@register("lion")
 class Lion:
     """The update theta <- theta - lr * (sign(c) + weight_decay * theta), m <- beta2 m + (1 - beta2) g.
 

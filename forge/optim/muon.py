@@ -22,7 +22,7 @@ from forge.config.schema import OptimizerConfig
 from forge.optim.adamw import AdamW
 from forge.optim.matrices import MatrixBatch, WholeMatrices
 from forge.optim.moments import make_moments
-from forge.optim.optimizer import gradient, register, weight_decay, wide_dtype, write_unless
+from forge.optim.optimizer import gradient, weight_decay, wide_dtype, write_unless
 from forge.optim.orthogonal import LEAST_NORM, orthogonalize_
 from forge.runtime.errors import UserError
 from forge.shard import Box, Shard
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 LEAST_MOMENT = 1e-10
 
 
-@register("muon")
 class Muon:
     """The update theta <- theta - lr * (weight_decay * theta + factor * O), with O the orthogonalised momentum.
 

@@ -1,20 +1,22 @@
-"""The `Optimizer` protocol, the registry of optimizers, and helpers shared by optimizers.
+"""The `Optimizer` protocol, `build_optimizer`, and helpers shared by optimizers.
 
 docs/internals/extending/optimizer.md is the recipe for your own optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from forge.config.layout import Compile
 from forge.config.schema import OptimizerConfig
 from forge.runtime.imports import load_class
 from forge.shard import Box, Shard
@@ -54,29 +56,44 @@ class Optimizer(Protocol):
         """Restore a result of `state`. Ignore unknown keys: optimizer.ema may have been on."""
 
 
-OptimizerClass: TypeAlias = Callable[[list[Shard], OptimizerConfig, ProcessGroup | None], Optimizer]
-_registered: dict[str, OptimizerClass] = {}
-C = TypeVar("C", bound=OptimizerClass)
+# Import paths of the values of `optimizer.name`.
+SHIPPED = {
+    "adamw": "forge.optim.adamw:AdamW",
+    "lion": "forge.optim.lion:Lion",
+    "muon": "forge.optim.muon:Muon",
+}
 
 
-def register(name: str) -> Callable[[C], C]:
-    """Return a decorator that registers a class as `optimizer.name = name`. The schema must also list the name."""
+def build_optimizer(
+    shards: list[Shard],
+    config: OptimizerConfig,
+    group: ProcessGroup | None = None,
+    compiled: Compile | None = None,
+    copies: Mapping[Tensor, Tensor] | None = None,
+) -> Optimizer:
+    """Make the optimizer `config.name`, with an average of the weights if `config.ema` is above 0.
 
-    def add(cls: C) -> C:
-        _registered[name] = cls
-        return cls
+    Call on all ranks together: Muon and int8 moments use collectives, unless the shards are from `share_boxes`.
 
-    return add
+    group: ranks that together hold every element of the parameters, with the same list of shards on each rank; None:
+    only this process. Optimizers that need whole matrices, e.g. Muon, exchange parts of matrices over this group.
+    compiled: compiler settings for AdamW's update, also within Muon; None: do not compile. copies: parameter -> the
+    same elements in the compute dtype. The compiled update writes parameters and copies.
+    """
+    shards = with_scales(shards, config)
+    make: Any = load_class(SHIPPED.get(config.name, config.name))
+    if compiled is not None:
+        from forge.optim.compiled import CompiledAdamW
 
+        assert config.name in ("adamw", "muon"), "refused by the configuration"
+        adamw = partial(CompiledAdamW, compiled=compiled, copies=copies or {})
+        make = partial(make, adamw=adamw) if config.name == "muon" else adamw
+    optimizer: Optimizer = make(shards, config, group)
+    if config.ema:
+        from forge.optim.ema import WithAverage
 
-def registered() -> tuple[str, ...]:
-    """Return the names of all registered optimizers."""
-    return tuple(_registered)
-
-
-def optimizer_class(name: str) -> OptimizerClass:
-    """Return the class of a registered name or an import path."""
-    return load_class(name) if ":" in name else _registered[name]
+        return WithAverage(optimizer, shards, config.ema)
+    return optimizer
 
 
 def gradient(shard: Shard) -> Tensor:
