@@ -37,7 +37,7 @@ from forge.tools.verify.ranks import RankFailed
 from forge.tools.verify.record import Settings
 from forge.tools.verify.report import as_json, heading, last_line, outcome_line, precision_table, summary
 from forge.tools.verify.run import Outcome, Report, Verifier, verify, verify_against
-from forge.tools.verify.shrink import shrink, steps_through
+from forge.tools.verify.shrink import rounded_config, shrink, steps_through
 from scripts.options import Options, count, exit_code_of, exit_code_of_ranks, local_path, number, positive
 
 bound = number(float, lambda value: value >= 0, "at least 0")
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"unrecognized arguments: {overrides[0]}")
         outcomes: list[Outcome] = []
         code = exit_code_of(lambda: outcomes.extend(_library(given)), "interrupted")
-        bad = any(one.status != "equal" for one in outcomes)
+        bad = not outcomes or any(one.status != "equal" for one in outcomes)
         return FAILED if code == FINISHED and bad else code
     if given.config is None:
         parser.error("the following arguments are required: --config, or --module and --parallelize")
@@ -65,7 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
         return exit_code_of(lambda: _write_digests(given, overrides), "interrupted")
     reports: list[Report] = []
     code = exit_code_of(lambda: reports.append(_run(given, overrides)), "interrupted")
-    return FAILED if code == FINISHED and reports[0].bad else code
+    # Without a report, the reader has closed the pipe.
+    return FAILED if code == FINISHED and (not reports or reports[0].bad) else code
 
 
 def _library(given: argparse.Namespace) -> list[Outcome]:
@@ -110,18 +111,18 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
     if not given.json:
         print(heading(given.config, small, notes), flush=True)
     progress = ProgressPrinter(quiet=given.json)
-    rounded = shrink(config, exact=False)[0] if given.precision else None
+    in_formats = rounded_config(config, small) if given.precision else None
     if given.against is not None:
         report = _against(given, small, cases or [Case()], settings, progress)
     else:
-        report = _layouts(given, small, rounded, cases, settings, progress)
+        report = _layouts(given, small, in_formats, cases, settings, progress)
     missing = report.missing(cases, given.world_sizes or (), given.random)
     if given.json:
         found = as_json(given.config, small, notes, report, complete=missing is None)
         print(encode(found).decode(), end="", flush=True)
     else:
-        if rounded is not None:
-            print(f"\n{precision_table(report, rounded)}\n")
+        if in_formats is not None:
+            print(f"\n{precision_table(report, in_formats)}\n")
         print(summary(report), flush=True)
     if missing is not None and not report.bad:
         some = "not every layout" if report.outcomes else "no layout"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from math import lcm
 
+from forge.config.keys import to_literal
 from forge.config.model import ModelConfig
 from forge.config.problem import Problem, multiples, problem
 from forge.config.schema import Config
@@ -26,6 +27,7 @@ def check_float8(config: Config) -> Iterator[Problem]:
         rows = "cannot be true with precision.float8 = rowwise, whose scales need whole rows and columns"
         yield problem(key, rows, "use auto or false", "precision.float8")
     if precision.float8 in BLOCKS:
+        yield from _gathered_in_blocks(config)
         yield from _blocks_of_tokens(config, BLOCKS[precision.float8])
         yield from _blocks_of_features(config, BLOCKS[precision.float8])
         yield from _partial_gradients(config)
@@ -40,6 +42,26 @@ def check_float8(config: Config) -> Iterator[Problem]:
         product = f"{' * '.join(others[:2])} / {others[2]} = {numbers}"
         tokens = f"needs a multiple of 16 tokens per microbatch on each rank, but {product}"
         yield problem("precision.float8", tokens, "use another train.seq_len", *others)
+
+
+def _gathered_in_blocks(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each key that forbids precision.float8_all_gather = true with block formats."""
+    if config.precision.float8_all_gather is not True:
+        return
+    parallel, mode = config.parallel, config.activation_checkpoint.mode
+    forbidding = {
+        "parallel.data_parallel": parallel.data_parallel in ("ddp", "zero1", "zero2"),
+        "parallel.ep": parallel.ep > 1,
+        "parallel.reshard_after_forward": isinstance(parallel.reshard_after_forward, int),
+        "compile.enabled": config.compile.enabled,
+        "activation_checkpoint.mode": config.precision.float8 == "mxfp8" and mode not in ("none", "offload"),
+    }
+    for key, forbids in forbidding.items():
+        if forbids:
+            section, _, name = key.partition(".")
+            value = to_literal(getattr(getattr(config, section), name))
+            with_it = f"cannot be true with {key} = {value}"
+            yield problem("precision.float8_all_gather", with_it, "use auto or false", key)
 
 
 def _blocks_of_tokens(config: Config, block: int) -> Iterator[Problem]:
@@ -103,16 +125,17 @@ def cut_block(recipe: str, sides: Mapping[str, int], tp: int) -> tuple[str, str]
     parallelism.
     """
     block = BLOCKS[recipe]
-    first = next((name for name, side in sides.items() if side % (block * tp)), None)
-    if first is None:
+    cut = [name for name, side in sides.items() if side % (block * tp)]
+    if not cut:
         return None
+    first = cut[0]
     fitting = [
         n for n in range(2, tp) if tp % n == 0 and all(side % (block * n) == 0 for side in sides.values())
     ]
     smaller = "" if recipe == "mxfp8" else "set precision.float8 = mxfp8 (blocks of 32), "
     each = f"leaves {sides[first] / tp:g} features of {first} on each rank, which is not a multiple of the block size {block}"
-    kind = first.rpartition(".")[2]
-    return each, f'use {max(fitting, default=1)}, {smaller}or add "*.{kind}" to precision.float8_exclude'
+    kinds = ", ".join(f'"*.{kind}"' for kind in dict.fromkeys(name.rpartition(".")[2] for name in cut))
+    return each, f"use {max(fitting, default=1)}, {smaller}or add {kinds} to precision.float8_exclude"
 
 
 def _split_features(model: ModelConfig) -> Iterator[tuple[str, int]]:
@@ -131,7 +154,11 @@ def _split_features(model: ModelConfig) -> Iterator[tuple[str, int]]:
     elif not pattern or set(pattern) != {"linear"}:
         yield "attention.wq", model.n_heads * model.head_dim
         yield "attention.wk", model.n_kv_heads * model.head_dim
+        yield "attention.wv", model.n_kv_heads * model.head_dim
+        yield "attention.wo", model.n_heads * model.head_dim
+    weights = ("w1", "w2") if model.activation == "relu2" else ("w1", "w3", "w2")
     if moe is None or moe.n_dense_layers or moe.every > 1:
-        yield "feed_forward.w1", model.ffn_dim
+        yield from ((f"feed_forward.{weight}", model.ffn_dim) for weight in weights)
     if moe is not None and moe.n_shared_experts:
-        yield "feed_forward.shared.w1", moe.n_shared_experts * moe.expert_dim
+        shared = moe.n_shared_experts * moe.expert_dim
+        yield from ((f"feed_forward.shared.{weight}", shared) for weight in weights)

@@ -136,7 +136,18 @@ KEY_HEADS = (
         (
             ["--precision.float8=blockwise", "--model.ffn_dim=256", "--parallel.tp=2", "--model.dim=64"],
             "leaves 32 features of attention.wq on each rank, which is not a multiple of the block size 128; use 1, "
-            "set precision.float8 = mxfp8",
+            'set precision.float8 = mxfp8 (blocks of 32), or add "*.wq", "*.wk", "*.wv", "*.wo" to precision.float8_exclude',
+        ),
+        (
+            ["--precision.float8=blockwise", "--precision.float8_all_gather=true", "--compile.enabled=true"],
+            "cannot be true with compile.enabled = true; use auto or false",
+        ),
+        (
+            [
+                *("--precision.float8=mxfp8", "--precision.float8_all_gather=true"),
+                "--activation_checkpoint.mode=full",
+            ],
+            'cannot be true with activation_checkpoint.mode = "full"; use auto or false',
         ),
         (
             ["--precision.float8=mxfp8", "--train.seq_len=128", "--parallel.cp=2", "--model.attention=mla"],

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from forge.config import Config, Degrees
+from forge.config.patterns import with_patterns_of
 from forge.parallel.build import build_meta_model
 from forge.parallel.pipeline import plan_pipeline
 from forge.parallel.pipeline.schedule import Action, Schedule
@@ -245,7 +246,7 @@ def _smaller(config: Config, few: Few) -> Config:
     if few.ranks > 1:
         update["parallel"] = config.parallel.model_copy(update={"pp": few.ranks})
         update["pipeline"] = config.pipeline.model_copy(update={"layers_per_stage": few.per_stage})
-    return config.model_copy(update=update)
+    return with_patterns_of(config.model, config.model_copy(update=update))
 
 
 def _fewer_ranks(degrees: Degrees, few: Few) -> Degrees:
@@ -275,9 +276,13 @@ def _trace(
 
 
 def _shares_work(config: Config, degrees: Degrees) -> bool:
-    """Return whether the optimizer assigns whole tensors to ranks. A rank's work is then not linear in its layers."""
+    """Return whether the optimizer assigns whole tensors to ranks. A rank's work is then not linear in its layers.
+
+    A user's optimizer may do so.
+    """
     optimizer = config.optimizer
-    return degrees.world > degrees.pp and (optimizer.name == "muon" or optimizer.moment_dtype == "int8")
+    shares = optimizer.name == "muon" or ":" in optimizer.name or optimizer.moment_dtype == "int8"
+    return degrees.world > degrees.pp and shares
 
 
 def _all_ranks(

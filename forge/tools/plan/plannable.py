@@ -23,7 +23,14 @@ def plannable(config: Config) -> tuple[Config, list[str]]:
         warnings.append(
             "compile.optimizer: the update is planned without compilation, so it is faster than planned"
         )
-    if config.parallel.cpu_offload:
+    # A plan on fake tensors cannot read values, and these keys change no memory that the plan counts.
+    parallel = config.parallel
+    traced = {"async_tp": False, "symmetric_memory": False, "check_gradients": "none"}
+    if any(getattr(parallel, key) != value for key, value in traced.items()):
+        changes["parallel"] = parallel.model_copy(update=traced)
+    if parallel.check_gradients != "none":
+        warnings.append("parallel.check_gradients: the time leaves out the check")
+    if parallel.cpu_offload:
         warnings.append(
             "parallel.cpu_offload: the time leaves out the copies between host and GPU and the update on the CPU"
         )
@@ -36,8 +43,8 @@ def plannable(config: Config) -> tuple[Config, list[str]]:
     if config.precision.float8 != "none":
         form = FORMATS.get(config.precision.float8)
         gathers = form is not None and may_gather_in_blocks(form, config)
-        traced = {"float8_emulate": True} if gathers else {"float8": "none"}
-        changes["precision"] = config.precision.model_copy(update=traced)
+        update = {"float8_emulate": True} if gathers else {"float8": "none"}
+        changes["precision"] = config.precision.model_copy(update=update)
     if config.model.moe is not None:
         warnings.append("mixture of experts: planned with an equal load for all experts")
     return config.model_copy(update=changes), warnings

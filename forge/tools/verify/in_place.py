@@ -15,7 +15,7 @@ import torch.distributed as dist
 from forge.config import Config, check_world, to_toml
 from forge.config.keys import read_toml
 from forge.run.nodes import ranks_per_node
-from forge.runtime.distributed import gather_from_ranks
+from forge.runtime.distributed import gather_from_ranks, on_every_rank
 from forge.runtime.errors import UserError
 from forge.runtime.world import World, join
 from forge.tools.verify.compare import TOLERANCE, compare_rank, elements, merge
@@ -59,14 +59,16 @@ def verify_in_place(
     degrees = check_world(config, world.size)
     small = for_layout(shrink(config)[0], degrees)
     text = to_toml(small)
-    expected = None if digests is None else _read_digests(digests, small)
-    if expected is None:
+    if digests is None:
         # Hooks and some optimizers need a process group, even in one process.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         reference = record_plain(text, settings, world.device)
         drop_unsteady(reference, text, settings, world.device)
         dist.destroy_process_group()
     join(world)
+    expected = None
+    if digests is not None:
+        expected = on_every_rank("reading digests", lambda: _read_digests(digests, small))
     # The dispatcher of the run depends on the nodes that its expert groups span.
     nodes = degrees.on_nodes(config, ranks_per_node(world) if degrees.ep > 1 else 0).ep_nodes
     if nodes > 1:
@@ -97,11 +99,14 @@ def _read_digests(file: Path, small: Config) -> Expected:
     here, there = read_toml(to_toml(small)), read_toml(expected.text)
     for section in (key for key in here.keys() | there.keys() if key not in _HOW):
         mine, theirs = here.get(section, {}), there.get(section, {})
+        if isinstance(mine, list) or isinstance(theirs, list):  # of phases
+            mine, theirs = {"": mine}, {"": theirs}
         for key in sorted(mine.keys() | theirs.keys()):
             if mine.get(key) != theirs.get(key) and key != "micro_batch_size":
+                name = f"{section}.{key}" if key else section
                 raise UserError(
                     f"--digests {file}: was written for another configuration or number of processes: "
-                    f"{section}.{key} is {theirs.get(key)} in the file and {mine.get(key)} in this run; write the file again "
+                    f"{name} is {theirs.get(key)} in the file and {mine.get(key)} in this run; write the file again "
                     "with the options of this run"
                 )
     return expected

@@ -7,11 +7,11 @@ from typing import Any
 
 from forge.config import Config
 from forge.config.keys import to_literal
-from forge.tools.verify.patterns import PATTERNS
+from forge.config.patterns import PATTERNS
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 # Sections and keys whose changes need no note: sizes, data, formats and layout. The report's heading shows them.
-TOLD = ("model", "train", "data", "evaluate", "phase", *(f"parallel.{axis}" for axis in DEGREES))
+TOLD = ("model", "train", "data", "evaluate", "metrics", "phase", *(f"parallel.{axis}" for axis in DEGREES))
 TOLD += (
     "optimizer.mup",
     "parallel.bucket_size",
@@ -41,6 +41,8 @@ REASONS = {
     "pipeline.module_names": "the small model has other layers",
     "pipeline.schedule": "the CSV file is for one number of stages",
     "precision.float8": "its scales depend on the layout",
+    "precision.float8_all_gather": "one process has nothing to gather",
+    "precision.float8_emulate": "float64 has no kernel",
     "precision.float8_exclude": "the small model has fewer layers",
     "precision.fp32_modules": "the small model has fewer layers",
     "precision.float8_dispatch": "except in float64, the order of sums changes the float8 codes",

@@ -19,16 +19,18 @@ from forge.config.float8 import BLOCKS
 from forge.config.keys import read_toml
 from forge.config.load import examine
 from forge.config.model import ModelConfig, MoEConfig
+from forge.config.patterns import patterns_of
 from forge.config.pipeline import ONE_PER_RANK
 from forge.config.problem import raise_all
 from forge.config.section import Section
 from forge.runtime.errors import UserError
 from forge.tools.verify.notes import DEGREES, leaves, notes_on_changes
-from forge.tools.verify.patterns import patterns_of
 
 LAYERS, SEQ_LEN, BATCH = 4, 64, 8
 # Suffixes of the keys of widths.
 WIDTHS = ("dim", "rank", "size")
+# Keys of [precision] with the dtypes of storage and arithmetic.
+FORMATS = ("storage", "compute", "reduce")
 # The largest threshold of QK-clip. The small model's logits are above it.
 QK_CLIP = 0.03
 
@@ -49,22 +51,19 @@ def changed(config: Config, keys: Mapping[str, Any]) -> Config:
     return result
 
 
-def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
+def shrink(config: Config) -> tuple[Config, list[str]]:
     """Return the small configuration for one process, and notes on changes other than sizes, data, formats and layout.
 
-    exact: True: compute in float64. False: compute in the formats of `config`.
+    The small model computes in float64.
     """
     keys = _model(config.model) | _training(config) | _layout(config) | _left_out(config)
-    if not exact:
-        keys["precision.float8_dispatch"] = False
-    if exact and (block := BLOCKS.get(config.precision.float8)):
+    if block := BLOCKS.get(config.precision.float8):
         # Block formats stay: in float64, the order of sums does not change float8 codes. Choose sizes with whole blocks on
         # two ranks.
         keys |= {"precision.float8": config.precision.float8, "train.seq_len": 4 * block}
         keys |= _whole_blocks(config.model, keys, 2 * block)
     keys["phase"] = _phases(config, keys["train.seq_len"])
-    if exact:
-        keys |= {f"precision.{key}": "float64" for key in ("storage", "compute", "reduce")}
+    keys |= {f"precision.{key}": "float64" for key in FORMATS}
     parts = other_parts(config.model, Fraction(keys["model.dim"], config.model.dim))
     try:
         small = changed(config, parts | keys)
@@ -73,6 +72,12 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
         small = changed(config, keys)
     small = changed(small, _bases(config, small) | patterns_of(config.model, small))
     return small, list(notes_on_changes(config, small))
+
+
+def rounded_config(config: Config, small: Config) -> Config:
+    """Return `small`, which `shrink` made of `config`, computing in the formats of `config`, without float8."""
+    formats = {f"precision.{key}": getattr(config.precision, key) for key in FORMATS}
+    return changed(small, formats | {"precision.float8": "none", "precision.float8_dispatch": False})
 
 
 def _bases(config: Config, small: Config) -> dict[str, Any]:
@@ -338,8 +343,16 @@ def _left_out(config: Config) -> dict[str, Any]:
     keys |= {"compile.enabled": False, "compile.loss": False, "compile.optimizer": False}
     if config.activation_checkpoint.mode == "memory_budget":
         keys["activation_checkpoint.mode"] = "full"
-    keys["evaluate.sample_interval"] = 0
-    return keys
+    if config.precision.float8_all_gather is True:
+        keys["precision.float8_all_gather"] = "auto"
+    if config.precision.float8_emulate is False:
+        keys["precision.float8_emulate"] = "auto"
+    return keys | {
+        "evaluate.sample_interval": 0,
+        "evaluate.tasks": [],
+        "metrics.wandb": "",
+        "metrics.mlflow": "",
+    }
 
 
 def _multiple(least: int, unit: int) -> int:

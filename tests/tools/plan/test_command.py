@@ -146,6 +146,23 @@ def test_what_is_compiled_is_planned_without_the_compiler(tmp_path, capsys, keys
     assert compiled["memory"] == found()["memory"]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--parallel.data_parallel=zero1", "--parallel.check_gradients=finite"],
+        ["--parallel.data_parallel=zero1", "--parallel.symmetric_memory=true"],
+        ["--parallel.tp=2", "--compile.enabled=true", "--parallel.async_tp=true"],
+        ["--model.n_layers=9", '--optimizer.groups=[{names=["layers.7.*"],lr_scale=0.5}]'],
+        ["--model.n_layers=9", '--precision.fp32_modules=["layers.7"]'],
+    ],
+)
+def test_what_a_plan_cannot_trace_is_still_planned(tmp_path, capsys, options: list[str]) -> None:
+    assert plan(tmp_path, "--world-size=2", "--json", *options) == 0
+    warnings = " ".join(json.loads(capsys.readouterr().out)["warnings"])
+    assert ("check_gradients" in warnings) == ("check_gradients" in options[-1])
+
+
 @pytest.mark.parametrize(
     ("option", "part"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -241,6 +242,17 @@ def test_bad_input_ends_with_2(run) -> None:
     ):
         output = run(*options)
         assert output.code == 2 and message in output.err, output.err
+
+
+def test_a_closed_pipe_is_no_success() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "scripts/verify.py", "--config=debug", "--layouts=dp_shard=2"]
+    try:
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    finally:
+        os.close(write)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
 
 
 def test_an_optimizer_without_a_module_is_refused(run, capfd) -> None:

@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from forge.config import load_config, to_toml
 from forge.runtime.errors import UserError
 from forge.tools.verify.borders import BatchPart, Seen
 from forge.tools.verify.compare import Comparison
 from forge.tools.verify.digests import Expected, compare_digests, digest, held_by
 from forge.tools.verify.explain import explain
+from forge.tools.verify.in_place import _read_digests
 from forge.tools.verify.pieces import TensorPiece, part_of
 from forge.tools.verify.record import RankRecord, RankStep, WholeRecord
+from forge.tools.verify.shrink import shrink
 
 ORDER = ["embedding", "layers.0", "norm"]
 
@@ -102,6 +105,15 @@ def test_nan_in_the_second_copy_is_a_difference() -> None:
 def test_a_part_on_no_rank_is_a_difference() -> None:
     (found,) = compared(reference(), ranks(reference())[:1]).differences[:1]
     assert found.kind == "gradient" and found.rank == -1
+
+
+def test_a_file_of_other_phases_is_refused(tmp_path: Path) -> None:
+    phases = [], ["--phase=[{until_tokens=1000,global_batch_size=8}]"]
+    small = [shrink(load_config(["--config=debug", *options]))[0] for options in phases]
+    Expected.of(to_toml(small[1]), reference()).write(tmp_path / "digests")
+    _read_digests(tmp_path / "digests", small[1])
+    with pytest.raises(UserError, match=r"phase is .* in the file and"):
+        _read_digests(tmp_path / "digests", small[0])
 
 
 def test_a_file_reads_back_and_any_other_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from forge.config.load import CONFIGS
 from forge.config.model import ModelConfig
 from forge.config.section import Positive, Section
 from forge.tools.verify.layouts import AXES, Case, why_illegal
-from forge.tools.verify.shrink import changed, for_layout, other_parts, shrink
+from forge.tools.verify.shrink import changed, for_layout, other_parts, rounded_config, shrink
 from tests.support.configs import TINY, tiny
 
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.toml"))
@@ -133,7 +133,21 @@ def test_block_formats_stay_and_two_ranks_have_whole_blocks(name: str, recipe: s
     for_layout(
         small, Degrees(world=4 * cp, pp=1, dp_replicate=1, dp_shard=1, cp=cp, tp=4, ep=1, accumulation=1)
     )
-    assert shrink(config, exact=False)[0].precision.float8 == "none"
+    rounded = rounded_config(config, small)
+    assert (rounded.precision.float8, rounded.precision.compute) == ("none", config.precision.compute)
+    assert (rounded.model, rounded.train) == (small.model, small.train)
+
+
+def test_what_the_small_run_needs_no_package_or_kernel_for_is_left_out() -> None:
+    options = ["--metrics.wandb=project", "--evaluate.tasks=['arc_easy']", "--precision.float8=mxfp8"]
+    options += ["--precision.float8_all_gather=true", "--precision.float8_emulate=false"]
+    small, notes = shrink(load_config(["--config=debug", *options]))
+    assert (small.metrics.wandb, small.evaluate.tasks) == ("", ())
+    assert (small.precision.float8_all_gather, small.precision.float8_emulate) == ("auto", "auto")
+    assert [note.split(" is ")[0] for note in notes] == [
+        "precision.float8_emulate",
+        "precision.float8_all_gather",
+    ]
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -1,4 +1,4 @@
-"""Patterns of names in a configuration, and their change to the layers of a small model."""
+"""Patterns of names in a configuration, and their change to the layers of a model with other layers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from fnmatch import fnmatchcase
 from typing import Any
 
-from forge.config import Config
 from forge.config.model import ModelConfig
+from forge.config.schema import Config
 
 # Keys with patterns of names.
 PATTERNS = [
@@ -19,6 +19,16 @@ PATTERNS = [
 ]
 # The layers in a pattern of names.
 _LAYERS = re.compile(r"(?<![\w.])layers\.([^.]*[\d?\]][^.]*)")
+
+
+def with_patterns_of(model: ModelConfig, small: Config) -> Config:
+    """Return `small` with the patterns of `patterns_of`."""
+    update: dict[str, Any] = {}
+    for key, value in patterns_of(model, small).items():
+        name, _, last = key.partition(".")
+        section = update.get(name, getattr(small, name))
+        update[name] = type(section).model_validate(section.model_dump() | {last: value})
+    return small.model_copy(update=update)
 
 
 def patterns_of(model: ModelConfig, small: Config) -> dict[str, Any]:
