@@ -318,6 +318,9 @@ def _folders(config: Config) -> Iterator[Problem]:
                 "; to copy checkpoints to a store, set checkpoint.mirror" if key == "run.output_dir" else ""
             )
             yield problem(key, reason, f"use a folder on a local or shared disk{copies}")
+    for key, path in (("checkpoint.resume", checkpoint.resume), ("checkpoint.init", checkpoint.init)):
+        if (reason := why_not_local(path)) is not None:
+            yield problem(key, reason, "copy the checkpoint to a local or shared disk, and name the copy")
 
 
 def _others(config: Config) -> Iterator[Problem]:

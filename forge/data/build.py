@@ -18,7 +18,7 @@ from forge.data.synthetic import SyntheticSource
 from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.data.windows import windows_of
 from forge.runtime.causes import Cause
-from forge.runtime.distributed import on_every_rank
+from forge.runtime.distributed import find_difference, on_every_rank
 from forge.runtime.errors import UserError, caused_by
 from forge.runtime.files import is_url
 
@@ -41,7 +41,12 @@ def open_data(config: Config) -> RunData:
     dataset = on_every_rank("opening the data", lambda: build_dataset(config))
     validation = on_every_rank("opening the held-out data", lambda: build_validation(config))
     tokenizer = on_every_rank("opening the tokenizer", lambda: build_tokenizer(config))
-    return RunData(dataset, validation, tokenizer, input_fingerprints(dataset, tokenizer))
+    fingerprints = input_fingerprints(dataset, tokenizer)
+    if other := find_difference("comparing the data", fingerprints):
+        raise UserError(
+            f"rank {other.rank} reads other data than rank 0 (they differ in {other.key}); copy the same files to every node"
+        )
+    return RunData(dataset, validation, tokenizer, fingerprints)
 
 
 def build_dataset(config: Config) -> PackedDataset:

@@ -15,7 +15,7 @@ from typing import Any
 
 from forge.observe.json_lines import utc_now
 from forge.runtime.causes import Cause
-from forge.runtime.errors import STOPPED, UserError
+from forge.runtime.errors import FAILED, STOPPED, UserError, is_wrong_path, storage_cause
 from forge.runtime.files import lock
 
 log = logging.getLogger(__name__)
@@ -182,9 +182,15 @@ def _require_writable(folder: Path) -> None:
             probe.flush()
             os.fsync(probe.fileno())
     except OSError as error:
+        if is_wrong_path(error):
+            raise UserError(
+                f"{folder} cannot be written to ({error.strerror}); point run.output_dir at a writable folder"
+            ) from error
         raise UserError(
-            f"{folder} cannot be written to ({error.strerror}); "
-            "point run.output_dir at a writable folder with room."
+            f"{folder} cannot be written to ({error.strerror}); free space or repair the file system, then start the run "
+            "again. A new run.output_dir would begin a new run",
+            FAILED,
+            storage_cause(error),
         ) from error
 
 

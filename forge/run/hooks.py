@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -61,8 +62,8 @@ def make_hooks(
     hooks: list[Hook] = [trainer.reporter.phases, FaultPoints(), DataStalls(trainer)]
     if is_elastic() or restarted:
         hooks.append(Recovery(trainer.reporter))
-    if config.resilience.time_limit_s:
-        hooks.append(StopBeforeTimeLimit(trainer, saves))
+    if limit_s := time_limit_s(config):
+        hooks.append(StopBeforeTimeLimit(trainer, saves, limit_s))
     if config.resilience.straggler_interval and world.size > 1:
         hooks.append(
             Stragglers(config.resilience, trainer.model.parts, trainer.device, trainer.reporter.event)
@@ -139,12 +140,21 @@ class Epochs(Hook):
             metrics.publish(result.step, {"epochs": read} if read else {})
 
 
-class StopBeforeTimeLimit(Hook):
-    """Requests the end of the run early enough to save a checkpoint before `resilience.time_limit_s`."""
+def time_limit_s(config: Config) -> float:
+    """Return the smaller of `resilience.time_limit_s` and the job's limit, without limits of 0; 0 without any limit.
 
-    def __init__(self, trainer: Trainer, saves: Saves):
+    scripts/slurm/job.py sets the job's limit in the environment, because config.toml records only the user's.
+    """
+    limits = config.resilience.time_limit_s, float(os.environ.get("FORGE_TIME_LIMIT_S", "0"))
+    return min((limit for limit in limits if limit), default=0.0)
+
+
+class StopBeforeTimeLimit(Hook):
+    """Requests the end of the run early enough to save a checkpoint before `limit_s`, in seconds since its launch."""
+
+    def __init__(self, trainer: Trainer, saves: Saves, limit_s: float):
         self._trainer, self._saves = trainer, saves
-        self._limit_s = trainer.config.resilience.time_limit_s
+        self._limit_s = limit_s
         # The limit counts from the launch of the run's first process. The launcher may have restarted this process.
         launched = time.monotonic() - process_age_s(trainer.reporter.world.first_process)
         config = trainer.config
@@ -159,7 +169,9 @@ class StopBeforeTimeLimit(Hook):
             self._known_s = self._limit.evaluations_s
             self._trainer.reporter.event("slow_evaluation", step=step - 1, seconds=round(self._known_s, 1))
         if self._limit.near(self._saves.slowest_s):
-            self._trainer.request_stop(f"resilience.time_limit_s = {self._limit_s:g} is near")
+            self._trainer.request_stop(
+                f"the time limit of {self._limit_s:g} s is near (resilience.time_limit_s)"
+            )
 
 
 def _slowest_evaluation_s(trainer: Trainer) -> float:

@@ -36,7 +36,7 @@ from forge.run.crash import CrashReporter
 from forge.run.history import History
 from forge.run.hooks import load_hooks, make_hooks
 from forge.run.mirrored import MirrorSaves, finish_mirror, restore_lost, wait_for_mirror
-from forge.run.nodes import ranks_per_node, report_nodes
+from forge.run.nodes import ranks_per_node, refuse_other_config, report_nodes
 from forge.run.origin import Earlier, read_earlier, refuse_moved_run
 from forge.run.out_of_memory import explaining_exhaustion
 from forge.run.resume import Start
@@ -80,10 +80,11 @@ def _main(argv: list[str], signals: StopSignals) -> int:
         if command.action == "plan":
             return load_function(PLANNER)(config, command) if world.rank == 0 else FINISHED
         refuse_moved_run(command, config)
-        config, degrees, fallback = choose_layout(command, config, world.size)
+        given = config
+        config, degrees, fallback = choose_layout(command, given, world.size)
         join(world)
         degrees = degrees.on_nodes(config, ranks_per_node(world) if degrees.ep > 1 else 0)
-        code = run(config, degrees, world, signals, fallback)
+        code = run(config, degrees, world, signals, fallback, given)
         dist.destroy_process_group()
         return code
     except UserError as error:
@@ -99,12 +100,21 @@ def _main(argv: list[str], signals: StopSignals) -> int:
         return FAILED
 
 
-def run(config: Config, degrees: Degrees, world: World, signals: StopSignals, fallback: str = "") -> int:
+def run(
+    config: Config,
+    degrees: Degrees,
+    world: World,
+    signals: StopSignals,
+    fallback: str = "",
+    given: Config | None = None,
+) -> int:
     """Train with `config` on the joined ranks and return this process's exit code. Collective.
 
-    fallback: the entry of `parallel.fallbacks` that was applied; "": none. Raises UserError for errors that the user
-    can fix. Errors in training and its set-up are also written to `status.json`.
+    fallback: the entry of `parallel.fallbacks` that was applied; "": none. given: the configuration without it; None:
+    `config`. Raises UserError for errors that the user can fix. Errors in training and its set-up are also written to
+    `status.json`.
     """
+    refuse_other_config(config)
     hooks = on_every_rank("loading hooks", lambda: load_hooks(config))
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
     holder = on_first_rank(
@@ -115,7 +125,7 @@ def run(config: Config, degrees: Degrees, world: World, signals: StopSignals, fa
             "finding the run directory",
             lambda: directory.find(holder) if world.local_rank == 0 and world.rank > 0 else None,
         )
-        return _run_in(directory, config, degrees, world, signals, hooks, fallback)
+        return _run_in(directory, config, degrees, world, signals, hooks, fallback, given or config)
     finally:
         directory.release()
 
@@ -128,10 +138,11 @@ def _run_in(
     signals: StopSignals,
     hooks: list[tuple[str, type[Hook]]],
     fallback: str,
+    given: Config,
 ) -> int:
     """Train in the locked run directory under the watchdog, and report the end of the run. Return the exit code.
 
-    Collective. fallback: see `run`. An error is reported, then raised again.
+    Collective. fallback, given: see `run`. An error is reported, then raised again.
     """
     setup_logging(world.rank, directory.logs, config.metrics.live)
     if world.size > 1:
@@ -157,7 +168,7 @@ def _run_in(
     try:
         with watchdog, explaining_exhaustion(reporter.memory, config, degrees, crash.once):
             reporter.phases.listen(watchdog.enter)
-            stopped = _train(config, degrees, reporter, signals, hooks)
+            stopped = _train(config, degrees, reporter, signals, hooks, given)
             signals.defer()
             return _report_end(reporter, stopped, signals)
     except BaseException as error:
@@ -180,8 +191,11 @@ def _train(
     reporter: Reporter,
     signals: StopSignals,
     hooks: list[tuple[str, type[Hook]]],
+    given: Config,
 ) -> str | None:
     """Find the checkpoint to start from, if any, build the model and train. Collective.
+
+    given: the configuration to write to config.toml, without the fallback of this number of processes.
 
     Return None when all steps are done, else the reason for an early stop.
     """
@@ -205,7 +219,7 @@ def _train(
     tiers = Tiers(config, checkpoints, directory)
     start = tiers.find_start(earlier, reporter)
     point = start.point
-    config = config if point is None else point.continued(config)
+    config, given = (one if point is None else point.continued(one) for one in (config, given))
     for fallback in checkpoints.fallbacks:
         reporter.event(Cause.FALLBACK, problem=fallback)
     data = open_data(config)
@@ -236,7 +250,7 @@ def _train(
     compat.raise_timeouts(collective_timeout_s(config.resilience))  # for groups created by hooks and `follow`
     history.begin(start)
     on_first_rank(
-        "writing config.toml", lambda: replace_atomically(directory.config, to_toml(config).encode())
+        "writing config.toml", lambda: replace_atomically(directory.config, to_toml(given).encode())
     )
     if point is not None:
         log.info("resumed from %s at step %d", point.path, point.step)

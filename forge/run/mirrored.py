@@ -59,7 +59,7 @@ def restore_lost(
     def bring(copied: Callable[[], None]) -> None:
         url = mirror_url(config)
         filesystem_of(url)  # report an invalid URL now, not at the first save
-        new_because = new_history_because(config, directory, earlier.finished)
+        new_because = new_history_because(config, directory, earlier)
         named = origin_of(config).path
         # A run that goes back to its own checkpoint keeps the copies up to that step.
         goes_back = (

@@ -1,4 +1,4 @@
-"""The nodes of a run: ranks per node, nodes lost and joined in an elastic run, and the cost of each recovery."""
+"""The nodes of a run: their configurations, nodes lost and joined in an elastic run, and the cost of each recovery."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import socket
 from datetime import UTC, datetime
 from typing import Any
 
+from forge.config import Config
+from forge.config.keys import to_literal
 from forge.hook import Hook, StepResult
 from forge.observe.json_lines import read_lines
 from forge.observe.report import Reporter
 from forge.resilience.elastic import is_elastic
 from forge.runtime.causes import Cause
-from forge.runtime.distributed import gather_from_ranks
+from forge.runtime.distributed import find_difference, gather_from_ranks
+from forge.runtime.errors import UserError
 from forge.runtime.world import World
 
 
@@ -37,6 +40,32 @@ def report_nodes(reporter: Reporter) -> None:
     # Nodes and differences are in one event line, because the next start compares its nodes with this line.
     kind = Cause.NODES_CHANGED if lost or joined else "nodes"
     reporter.event(kind, nodes=names, lost=lost, joined=joined)
+
+
+# Keys that name folders and files of a node. The same data may have another path on each node.
+_PATHS = ("data.cache_dir", "data.tokenizer", "checkpoint.local_dir", "run.output_dir")
+
+
+def refuse_other_config(config: Config) -> None:
+    """Raise UserError if a rank has another configuration than rank 0, apart from paths. Collective."""
+    tree = config.model_dump(mode="json")
+    for source in (*tree["data"]["sources"], *tree["data"]["validation"]):
+        del source["path"]
+    values = {
+        name: value
+        for section, table in tree.items()
+        for name, value in (
+            ((f"{section}.{key}", one) for key, one in table.items())
+            if isinstance(table, dict)
+            else ((section, table),)
+        )
+        if name not in _PATHS
+    }
+    if other := find_difference("comparing the configurations", values):
+        raise UserError(
+            f"{other.key} is {to_literal(other.first)} on rank 0 and {to_literal(other.other)} on rank {other.rank}; start "
+            "all ranks with the same configuration and options"
+        )
 
 
 class Recovery(Hook):

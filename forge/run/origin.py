@@ -159,11 +159,11 @@ def write_origin(directory: RunDirectory, origin: Origin | None) -> None:
         on_first_rank("writing origin.json", lambda: replace_atomically(directory.origin, text.encode()))
 
 
-def new_history_because(config: Config, directory: RunDirectory, finished: bool) -> str | None:
+def new_history_because(config: Config, directory: RunDirectory, earlier: Earlier) -> str | None:
     """Return the reason why `config` begins a new history in `directory`; None if it continues the current history.
 
-    A history without checkpoints is continued by starting again from its origin. finished: True if the last start
-    completed all steps.
+    A history without checkpoints is continued by starting again from its origin. A restart by a launcher continues a
+    history of the same origin, even with other settings, because nobody typed a command.
     """
     asked = origin_of(config)
     if asked.resume == "auto":
@@ -178,8 +178,10 @@ def new_history_because(config: Config, directory: RunDirectory, finished: bool)
         return None if same_place or same_content else "the previous history has another origin"
     if began.resume != "none":
         return f"the previous history began with checkpoint.resume = {began.resume}"
-    if finished:
+    if earlier.finished:
         return "the previous history is finished"
+    if earlier.restarted:
+        return None
     changed = _changed_settings(config, directory)
     return f"the previous history began with other settings in {changed}" if changed else None
 

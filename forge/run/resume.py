@@ -78,7 +78,7 @@ def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory
     wanted, verify = config.checkpoint.resume, config.checkpoint.verify
     asked, replaced, saved = on_first_rank(
         "reading origin.json",
-        lambda: (origin_of(config), new_history_because(config, directory, earlier.finished), earlier.saved),
+        lambda: (origin_of(config), new_history_because(config, directory, earlier), earlier.saved),
     )
     if replaced is None:
         step = checkpoints.latest(verify=verify)

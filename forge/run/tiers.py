@@ -65,7 +65,7 @@ class Tiers:
         """
         replaced = on_first_rank(
             "reading origin.json",
-            lambda: new_history_because(self._config, self._directory, earlier.finished),
+            lambda: new_history_because(self._config, self._directory, earlier),
         )
         start = self._start_from_nodes(reporter) if replaced is None else None
         return start or self._start_from_checkpoints(earlier, replaced, reporter)

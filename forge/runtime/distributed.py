@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import errno
+import hashlib
+import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from forge.runtime.causes import Cause
-from forge.runtime.errors import FAILED, UserError
+from forge.runtime.errors import FAILED, UserError, storage_cause
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
@@ -61,6 +62,33 @@ def on_every_rank(what: str, work: Callable[[], Result], group: dist.ProcessGrou
     own: list[Result] = []
     gather_from_ranks(what, lambda: own.append(work()), group)
     return own[0]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference from the values of the first rank: the other rank, the key, and both values."""
+
+    rank: int
+    key: str
+    first: Any
+    other: Any
+
+
+def find_difference(what: str, values: Mapping[str, Any]) -> Difference | None:
+    """Compare `values`, JSON by key, over all ranks. Return the first difference, on every rank; None: none. Collective."""
+
+    def digest() -> str:
+        return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+    digests = gather_from_ranks(what, digest)
+    other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
+    if other is None:
+        return None
+    # Only two ranks send their values, because a large run has thousands of ranks.
+    known = gather_from_ranks(what, lambda: dict(values) if dist.get_rank() in (0, other) else {})
+    first, found = known[0], known[other]
+    key = next(key for key in sorted(first.keys() | found.keys()) if first.get(key) != found.get(key))
+    return Difference(other, key, first.get(key), found.get(key))
 
 
 @dataclass(frozen=True)
@@ -127,7 +155,7 @@ def cause_of(error: BaseException) -> Cause:
     if ran_out_of_memory(error):
         return Cause.OUT_OF_MEMORY
     if isinstance(error, OSError):
-        return Cause.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else Cause.IO_ERROR
+        return storage_cause(error)
     broken = isinstance(error, RuntimeError) and _BROKEN_CONNECTION.search(str(error))
     return Cause.CONNECTION_LOST if broken or isinstance(error, dist.DistError) else Cause.ERROR
 

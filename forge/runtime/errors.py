@@ -6,6 +6,7 @@ An error of the user is reported as one sentence and an exit code, without a tra
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -46,9 +47,19 @@ def unreadable(path: object, error: OSError) -> UserError:
     The exit code is 2 if the path or its rights are wrong. It is 1 if the file system failed, so that schedulers start the
     run again.
     """
-    wrong = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError)
     message = f"{path}: cannot be read: {error.strerror or error}"
-    return UserError(message) if wrong else UserError(message, FAILED, Cause.IO_ERROR)
+    return UserError(message) if is_wrong_path(error) else UserError(message, FAILED, Cause.IO_ERROR)
+
+
+def storage_cause(error: OSError) -> Cause:
+    """Return the cause of an error of the file system."""
+    return Cause.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else Cause.IO_ERROR
+
+
+def is_wrong_path(error: OSError) -> bool:
+    """Return whether the path or its rights are wrong. Otherwise the file system failed."""
+    wrong = FileNotFoundError | FileExistsError | NotADirectoryError | IsADirectoryError | PermissionError
+    return isinstance(error, wrong) or error.errno in (errno.EROFS, errno.ENAMETOOLONG)
 
 
 @contextmanager

@@ -189,9 +189,9 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
     history_path = run / "requeues.json"
     history, before, restarts = JobHistory.read(history_path, job), RunSnapshot.read(run), 0
     while True:
-        limited = argv if end is None else [*argv, *time_limit(config, end - time.monotonic())]
+        limited = {} if end is None else {"FORGE_TIME_LIMIT_S": str(time_limit_s(end - time.monotonic()))}
         code = subprocess.run(
-            step(nodes, workers, limited, environment), env=step_environment(workers, environment)
+            step(nodes, workers, argv, environment), env=step_environment(workers, environment) | limited
         ).returncode
         code = 128 - code if code < 0 else code
         job_state = _output_of("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip()
@@ -289,15 +289,9 @@ def step_environment(workers: int, environment: Mapping[str, str]) -> dict[str, 
     return kept
 
 
-def time_limit(config: Config, left_s: float) -> list[str]:
-    """Return the argument with which train.py stops before the job's time limit; [] if the configuration stops it earlier.
-
-    left_s: seconds left for the job.
-    """
-    limit = max(1, round(left_s - min(MARGIN_S, left_s / 10)))
-    if 0 < config.resilience.time_limit_s <= limit:
-        return []
-    return [f"--resilience.time_limit_s={limit}"]
+def time_limit_s(left_s: float) -> int:
+    """Return the seconds after which train.py must have ended. left_s: seconds left for the job."""
+    return max(1, round(left_s - min(MARGIN_S, left_s / 10)))
 
 
 def time_left_s(text: str) -> int | None:

@@ -221,6 +221,15 @@ def test_e8_fewer_nodes_than_the_minimum_do_not_continue(tmp_path) -> None:
         assert set(nodes.finish().values()) == {0}
 
 
+@pytest.mark.slow
+def test_a_refused_start_ends_the_agents_without_a_restart(tmp_path) -> None:
+    missing = f'--data.sources=[{{path="{tmp_path}/missing"}}]'
+    with elastic(tmp_path, "2:2", 1, "--train.steps=9", missing) as nodes:
+        nodes.start("a", "b")
+        assert nodes.finish() == {"a": 2, "b": 2}
+    assert len(nodes.run.events("started")) == 1
+
+
 def wait_for_world(nodes: Nodes, *sizes: int) -> None:
     """Wait for one start of the run after another, on `sizes` ranks."""
     wait_for(lambda: [event["world_size"] for event in nodes.run.events("started")] == list(sizes), 240)

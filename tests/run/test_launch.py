@@ -6,7 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.runs import BASE
+import pytest
+
+from forge.config import load_config
+from forge.run.nodes import refuse_other_config
+from forge.runtime.errors import UserError
+from tests.support.harness import run_ranks
+from tests.support.runs import BASE, Run
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 
@@ -30,3 +36,37 @@ def test_closed_standard_streams_are_no_error_and_no_file_takes_their_descriptor
     for name in ("metrics.jsonl", "events.jsonl"):
         for line in (run / name).read_text().splitlines():
             json.loads(line)
+
+
+@pytest.mark.processes
+def test_config_toml_keeps_the_layout_for_the_usual_number_of_processes(tmp_path) -> None:
+    run = Run(
+        tmp_path, "--train.steps=2", "--parallel.dp_shard=4", '--parallel.fallbacks=["parallel.dp_shard=2"]'
+    )
+    assert run(world=2) == 0
+    assert load_config(["--config", str(run.path / "config.toml")]).parallel.dp_shard == 4
+
+
+def compared(rank: int, world: int, *options: str) -> str:
+    config = load_config(["--config=debug", *(options if rank == world - 1 else ())])
+    try:
+        refuse_other_config(config)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--run.output_dir=elsewhere", ""),
+        ('--data.validation=[{path="elsewhere",name="python"}]', ""),
+        (
+            "--optimizer.lr=0.125",
+            "optimizer.lr is 0.003 on rank 0 and 0.125 on rank 2; start all ranks with the same configuration and options",
+        ),
+    ],
+)
+def test_a_rank_with_another_configuration_is_refused(option: str, message: str) -> None:
+    assert run_ranks(compared, 3, option) == [message] * 3

@@ -13,7 +13,7 @@ from forge.config import Config, load_config, to_toml
 from forge.data.order import Order
 from forge.observe.run_directory import RunDirectory
 from forge.run import rollback
-from forge.run.origin import new_history_because, origin_of, read_earlier
+from forge.run.origin import Earlier, new_history_because, origin_of, read_earlier
 from forge.run.resume import Start
 from forge.runtime.errors import UserError
 from forge.train.state import Progress, Rollback
@@ -42,10 +42,10 @@ def test_a_checkpoint_is_recognised_after_a_move_by_its_path_and_after_its_remov
     first = checkpoint(tmp_path / "first", 100)
     directory = begun_with(tmp_path, config(first))
     moved = first.rename(tmp_path / "moved")
-    assert new_history_because(config(moved), directory, finished=False) is None
-    assert new_history_because(config(first), directory, finished=True) is None
+    assert new_history_because(config(moved), directory, Earlier()) is None
+    assert new_history_because(config(first), directory, Earlier(finished=True)) is None
     other = checkpoint(tmp_path / "other", 200)
-    assert "another origin" in str(new_history_because(config(other), directory, finished=False))
+    assert "another origin" in str(new_history_because(config(other), directory, Earlier()))
 
 
 def test_a_redirected_link_is_still_the_same_command(tmp_path) -> None:
@@ -54,7 +54,7 @@ def test_a_redirected_link_is_still_the_same_command(tmp_path) -> None:
     directory = begun_with(tmp_path, config(latest))
     latest.unlink()
     latest.symlink_to(checkpoint(tmp_path / "b", 200))
-    assert new_history_because(config(latest), directory, finished=False) is None
+    assert new_history_because(config(latest), directory, Earlier()) is None
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,11 @@ def test_a_redirected_link_is_still_the_same_command(tmp_path) -> None:
 )
 def test_resume_none_compares_the_keys_that_affect_results(tmp_path, option: str, why: str | None) -> None:
     directory = begun_with(tmp_path, config("none"))
-    because = new_history_because(config("none", option), directory, finished=False)
+    because = new_history_because(config("none", option), directory, Earlier())
     assert because is None if why is None else str(because).endswith(f"other settings in {why}")
+    assert new_history_because(config("none", option), directory, Earlier(restarted=True)) is None
     assert (
-        new_history_because(config("none", option), directory, finished=True)
+        new_history_because(config("none", option), directory, Earlier(finished=True))
         == "the previous history is finished"
     )
 
@@ -90,7 +91,7 @@ def test_resume_none_continues_after_an_upgrade_that_adds_a_key(tmp_path) -> Non
     kept = [line for line in lines if not line.startswith("gc_interval")]
     assert len(kept) == len(lines) - 1
     directory.config.write_text("\n".join(kept))
-    assert new_history_because(config("none"), directory, finished=False) is None
+    assert new_history_because(config("none"), directory, Earlier()) is None
 
 
 def test_resume_none_does_not_begin_again_if_the_record_of_the_settings_cannot_be_read(tmp_path) -> None:
@@ -98,7 +99,7 @@ def test_resume_none_does_not_begin_again_if_the_record_of_the_settings_cannot_b
     directory.config.unlink()
     directory.config.mkdir()
     with pytest.raises(UserError, match=r"config.toml cannot be read"):
-        new_history_because(config("none"), directory, finished=False)
+        new_history_because(config("none"), directory, Earlier())
 
 
 STARTED, FRESH, FAILED = {"event": "started"}, {"event": "fresh", "step": 0}, {"event": "failed", "step": 0}
@@ -194,8 +195,8 @@ def test_rollbacks_of_an_abandoned_branch_do_not_count(tmp_path, monkeypatch) ->
 
 def test_resume_none_accepts_a_history_begun_by_auto_and_reports_an_unreadable_record(tmp_path) -> None:
     directory = begun_with(tmp_path, config("auto"))
-    assert "checkpoint.resume = auto" in str(new_history_because(config("none"), directory, finished=False))
+    assert "checkpoint.resume = auto" in str(new_history_because(config("none"), directory, Earlier()))
     for record in ("{", '{"resume": "none", "init": "", "step": null}'):
         directory.origin.write_text(record)
         with pytest.raises(UserError, match="remove this file"):
-            new_history_because(config("none"), directory, finished=False)
+            new_history_because(config("none"), directory, Earlier())

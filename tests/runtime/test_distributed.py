@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge.runtime.distributed import RanksFailed, gather_from_ranks, on_every_rank, on_first_rank
+from forge.runtime.distributed import (
+    Difference,
+    RanksFailed,
+    find_difference,
+    gather_from_ranks,
+    on_every_rank,
+    on_first_rank,
+)
 from forge.runtime.errors import FAILED, NO_CHECKPOINT, UserError
 from forge.runtime.world import OPEN_FILES, World, join, read_world
 from tests.support.harness import run_ranks
@@ -200,3 +207,16 @@ def _limit_after_joining(rank: int, world: int) -> int:
     dist.destroy_process_group()
     join(World(0, 1, 0, "python"))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def difference(rank: int, world: int) -> list[Difference | None]:
+    equal = find_difference("comparing", {"a": [1, {"b": 2}]})
+    missing = find_difference("comparing", {"a": 1} if rank == 1 else {"a": 1, "b": 2})
+    other = find_difference("comparing", {"a": 1, "b": float(rank > 1), "c": rank})
+    return [equal, missing, other]
+
+
+@pytest.mark.processes
+def test_the_first_difference_between_ranks_is_known_to_all() -> None:
+    for found in run_ranks(difference, 3):
+        assert found == [None, Difference(1, "b", 2, None), Difference(1, "c", 0, 1)]

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from forge.config import load_config
+from forge.run import hooks
+from scripts.slurm import job
 from scripts.slurm.job import (
     JobHistory,
     RequeueLimits,
@@ -17,7 +19,6 @@ from scripts.slurm.job import (
     decide,
     main,
     time_left_s,
-    time_limit,
 )
 
 LIMITS = RequeueLimits(restarts=0, failed_turns=2, turns_without_progress=3)
@@ -152,11 +153,17 @@ def test_squeues_time_is_parsed(text: str, seconds: int | None) -> None:
     assert time_left_s(text) == seconds
 
 
-def test_the_earlier_of_two_limits_counts() -> None:
+def test_the_earlier_of_two_limits_counts(monkeypatch) -> None:
     config = load_config(["--config=debug.toml", "--resilience.time_limit_s=1000"])
-    assert time_limit(config, 3600.0) == []
-    assert time_limit(config, 600.0) == ["--resilience.time_limit_s=570"]
-    assert time_limit(load_config(["--config=debug.toml"]), 60.0) == ["--resilience.time_limit_s=54"]
+    for left_s, limit_s in ((3600.0, 1000.0), (600.0, 570.0), (60.0, 54.0)):
+        monkeypatch.setenv("FORGE_TIME_LIMIT_S", str(job.time_limit_s(left_s)))
+        assert hooks.time_limit_s(config) == limit_s
+    assert hooks.time_limit_s(load_config(["--config=debug.toml"])) == 54.0
+    monkeypatch.delenv("FORGE_TIME_LIMIT_S")
+    assert (hooks.time_limit_s(load_config(["--config=debug.toml"])), hooks.time_limit_s(config)) == (
+        0.0,
+        1000.0,
+    )
 
 
 def test_a_login_node_checks_a_configuration_for_any_number_of_processes(capsys) -> None:

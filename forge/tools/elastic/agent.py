@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -37,7 +37,7 @@ from forge.config import load_command, load_config, parse_command_line
 from forge.config.world import choose_layout
 from forge.observe.json_lines import read_object
 from forge.observe.run_directory import RunDirectory
-from forge.runtime.errors import FAILED, FINISHED, STOPPED, UserError
+from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED, NO_CHECKPOINT, STOPPED, UserError
 from forge.tools.elastic.meeting import LAUNCH, OVER, clock_offset
 from forge.tools.elastic.rendezvous import Rendezvous
 from forge.tools.elastic.secret import VARIABLE, SignedStore, read_secret
@@ -153,12 +153,24 @@ def _lost_connection(node: Node) -> UserError:
     )
 
 
-class _Agent(LocalElasticAgent):
-    """PyTorch's elastic agent, with one change: after the loss of another node, it kills the ranks instead of stopping them.
+# Exit codes with which ranks refuse to start.
+REFUSALS = (BAD_CONFIG, NO_CHECKPOINT)
 
-    Stopped ranks save before they exit. After the loss of a node, the ranks of this node cannot save, because they wait in a
-    collective for the lost ranks.
+
+class _Agent(LocalElasticAgent):
+    """PyTorch's elastic agent, with two changes.
+
+    After the loss of another node, it kills the ranks instead of stopping them. Stopped ranks save before they exit. After
+    the loss of a node, the ranks of this node cannot save, because they wait in a collective for the lost ranks.
+
+    It restarts no ranks that refused to start (exit codes 2 and 77), because they would refuse again.
     """
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if any(failure.exitcode in REFUSALS for failure in result.failures.values()):
+            self._remaining_restarts = 0
+        return result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         rendezvous: Any = self._rdzv_handler
