@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge.model import host
-from forge.model.activation import SWIGLU, Activation
+from forge.model.feed_forward import SWIGLU, Activation
 from forge.model.norm import promoted
 
 # (rows `[n, in]`, weights `[groups, in, out]`, offs=the end of each group's rows, int32 `[groups]`) -> `[n, out]`.

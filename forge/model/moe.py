@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge.config.model import ModelConfig
-from forge.model.activation import activation_of
 from forge.model.dispatch import Dispatcher, LocalDispatcher
 from forge.model.experts import Experts
-from forge.model.feed_forward import make_feed_forward
+from forge.model.feed_forward import activation_of, make_feed_forward
 from forge.model.flops import flops_per_token
 from forge.model.norm import norm_of
 from forge.model.router import Router

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from forge.config.model import ModelConfig
-from forge.model.activation import activation_of
 from forge.model.attention import Attention, GroupedAttention, Shared
 from forge.model.embedding import Embedding, Head
-from forge.model.feed_forward import FeedForward, make_feed_forward
+from forge.model.feed_forward import FeedForward, activation_of, make_feed_forward
 from forge.model.flops import matrix_flops
 from forge.model.initial import Normal, Uniform, initial_values
 from forge.model.linear_attention import LinearAttention
