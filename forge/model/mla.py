@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from forge.config.model import ModelConfig
-from forge.model.attention import Attention, AttentionFunction, Shared
+from forge.model.attention import Attention, AttentionFunction, Shared, score_factor
 from forge.model.flops import matrix_flops, mean_keys
 from forge.model.mask import AttentionMask
 from forge.model.norm import norm_of
-from forge.model.rope import score_factor
 
 
 class Down(nn.Linear):

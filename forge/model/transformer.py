@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.config.model import ModelConfig
-from forge.model.attention import Attention, GroupedAttention, Shared
+from forge.model.attention import Attention, GroupedAttention, Shared, rope_tables
 from forge.model.embedding import Embedding, Head
 from forge.model.feed_forward import FeedForward, activation_of, make_feed_forward
 from forge.model.flops import matrix_flops
@@ -27,7 +27,6 @@ from forge.model.moe import MoE
 from forge.model.mtp import ahead_of, look_ahead, sums_with_ahead
 from forge.model.norm import norm_of, promoted
 from forge.model.residual import DepthMix, mixed_of
-from forge.model.rope import rope_tables
 from forge.model.router import Router
 from forge.runtime.errors import UserError, did_you_mean
 from forge.runtime.imports import load_class
@@ -318,7 +317,7 @@ def window_of(config: ModelConfig, layer: int) -> int:
 
 
 def rotation_of(config: ModelConfig, layer: int) -> int | None:
-    """Return the layer's index into the tables of `forge.model.rope.rope_tables`; None: a layer without RoPE."""
+    """Return the layer's index into the tables of `forge.model.attention.rope_tables`; None: a layer without RoPE."""
     kind = config.kind_of(layer)
     if kind == "nope":
         return None

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from forge.config.model import ModelConfig
-from forge.model.rope import rope_frequencies, rope_tables, rotate
+from forge.model.attention import rope_frequencies, rope_tables, rotate
 from tests.support.reference_model import reference_frequencies, reference_rotation
 from tests.support.small_models import small_config
 

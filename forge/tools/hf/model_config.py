@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.config.model import ModelConfig
-from forge.model.rope import attention_factor, score_factor
+from forge.model.attention import attention_factor, score_factor
 from forge.model.transformer import window_of
 from forge.runtime.errors import UserError
 from forge.tools.hf.architectures import KEYS, MUST_BE, Architecture, ConfigJson
