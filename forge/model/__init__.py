@@ -8,12 +8,11 @@ from forge.model.flops import ParameterCounts, flops_per_token, parameter_counts
 from forge.model.initial import Normal, Uniform
 from forge.model.linear_attention import Decay, LinearAttention, Recurrence, ShortConvolution
 from forge.model.loss import IGNORE, FusedLoss
-from forge.model.mask import AttentionMask
 from forge.model.mla import LatentAttention
 from forge.model.moe import MoE, SharedGate
 from forge.model.norm import RMSNorm
 from forge.model.router import Router, update_routers
-from forge.model.sdpa import sdpa_attention
+from forge.model.sdpa import AttentionMask, sdpa_attention
 from forge.model.transformer import Transformer, build_model
 
 __all__ = [

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from forge.config.model import ModelConfig, RopeScalingConfig
 from forge.model.flops import matrix_flops, mean_keys
-from forge.model.mask import AttentionMask
 from forge.model.norm import promoted, qk_norm_of
-from forge.model.sdpa import sdpa_attention
+from forge.model.sdpa import AttentionMask, sdpa_attention
 
 
 class Shared:

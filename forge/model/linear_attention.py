@@ -29,9 +29,9 @@ from forge.model.delta_rule import chunked_delta_rule
 from forge.model.flops import matrix_flops
 from forge.model.fused_delta_rule import fused_delta_rule, is_for_kernels
 from forge.model.initial import Uniform
-from forge.model.mask import AttentionMask
 from forge.model.mla import Up
 from forge.model.norm import RMSNorm, promoted
+from forge.model.sdpa import AttentionMask
 
 # `AttentionMask.window` of linear-attention layers. Layers with the same window share a mask.
 LINEAR = -1

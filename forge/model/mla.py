@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from forge.config.model import ModelConfig
 from forge.model.attention import Attention, AttentionFunction, Shared, score_factor
 from forge.model.flops import matrix_flops, mean_keys
-from forge.model.mask import AttentionMask
 from forge.model.norm import norm_of
+from forge.model.sdpa import AttentionMask
 
 
 class Down(nn.Linear):

@@ -21,13 +21,13 @@ from forge.model.flops import matrix_flops
 from forge.model.initial import Normal, Uniform, initial_values
 from forge.model.linear_attention import LinearAttention
 from forge.model.loss import FusedLoss
-from forge.model.mask import AttentionMask
 from forge.model.mla import LatentAttention
 from forge.model.moe import MoE
 from forge.model.mtp import ahead_of, look_ahead, sums_with_ahead
 from forge.model.norm import norm_of, promoted
 from forge.model.residual import DepthMix, mixed_of
 from forge.model.router import Router
+from forge.model.sdpa import AttentionMask
 from forge.runtime.errors import UserError, did_you_mean
 from forge.runtime.imports import load_class
 

@@ -32,9 +32,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from forge.config.schema import Metrics
 from forge.model import Transformer
 from forge.model.feed_forward import FeedForward
-from forge.model.mask import dense_part
 from forge.model.moe import MoE
 from forge.model.norm import promoted
+from forge.model.sdpa import dense_part
 from forge.runtime import compat
 from forge.shard import Shard, local
 

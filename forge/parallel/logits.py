@@ -26,7 +26,7 @@ from forge.model import (
     LinearAttention,
     Transformer,
 )
-from forge.model.mask import dense_part
+from forge.model.sdpa import dense_part
 from forge.parallel.blocks import keeping_nothing
 from forge.parallel.context import SequenceSplit
 from forge.parallel.layout import Layout

@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.testing import assert_close
 
-from forge.model.mask import AttentionMask, block_table, dense_table, visible
-from forge.model.sdpa import sdpa_attention
+from forge.model.sdpa import AttentionMask, block_table, dense_table, sdpa_attention, visible
 
 CPU = torch.device("cpu")
 # A little over three tiles: some empty, some full, the last cut off.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from forge.model.mask import block_part, dense_part
+from forge.model.sdpa import block_part, dense_part
 from forge.parallel.context import ring
 from forge.parallel.context.ring import AttentionBlock, FlexKernel, PlainKernel, merge
 

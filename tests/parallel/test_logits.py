@@ -11,7 +11,7 @@ from torch import nn
 
 from forge.config import parse_toml_text
 from forge.model import AttentionMask, build_model, sdpa_attention
-from forge.model.mask import dense_table
+from forge.model.sdpa import dense_table
 from forge.parallel import logits
 from forge.runtime.errors import BAD_CONFIG, UserError
 from forge.shard import Shard

@@ -16,9 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask
 
 from forge.model import AttentionMask
-from forge.model.mask import block_part, dense_part
 from forge.model.norm import promoted
-from forge.model.sdpa import flex_with_lse, has_flex
+from forge.model.sdpa import block_part, dense_part, flex_with_lse, has_flex
 from forge.parallel.context.sequence import SequenceSplit
 from forge.runtime import compat
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from forge.model import AttentionFunction, AttentionMask, LatentAttention, LinearAttention
 from forge.model.loss import head_logits
-from forge.model.mask import visible
+from forge.model.sdpa import visible
 from forge.parallel.float8.layers import BlockFormatLinear
 from forge.runtime.errors import UserError
 from forge.tools.inference.sampling import padded

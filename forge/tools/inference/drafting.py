@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from forge.model import AttentionFunction, AttentionMask, LinearAttention
 from forge.model.loss import head_logits
-from forge.model.mask import visible
 from forge.model.mtp import hidden_ahead
+from forge.model.sdpa import visible
 from forge.tools.inference.scoring import replaced
 from forge.tools.inference.states import TextStates
 
