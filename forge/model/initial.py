@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from forge.config.model import ModelConfig
 from forge.model.attention import Sinks
-from forge.model.embedding import Embedding, Head
 from forge.model.experts import Experts
+from forge.model.loss import Embedding, Head
 from forge.model.moe import SharedGate
 from forge.model.mtp import Join
 from forge.model.norm import RMSNorm

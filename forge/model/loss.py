@@ -1,7 +1,8 @@
-"""The output head and the loss, fused over chunks of tokens, so the logits of a whole batch never exist.
+"""Both ends of the model: the embedding, and the output head with the loss.
 
-Forward computes the gradients of head and hidden states chunk by chunk, while the chunk's logits exist; backward only
-scales them. All operations except matrix products are in the wider of float32 and the compute dtype. No host sync.
+Head and loss are fused over chunks of tokens, so the logits of a whole batch never exist. The loss's forward computes the
+gradients of head and hidden states chunk by chunk, while the chunk's logits exist; backward only scales them. All
+operations of the loss except matrix products are in the wider of float32 and the compute dtype. No host sync.
 """
 
 from __future__ import annotations
@@ -18,6 +19,53 @@ from forge.model.norm import promoted
 
 # Label of a position excluded from the loss; PyTorch's default.
 IGNORE = -100
+
+
+class Embedding(nn.Module):
+    """One vector per token, times `scale`. In a model with tied embeddings it is also the output head."""
+
+    def __init__(self, vocab_size: int, dim: int, scale: float = 1.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+        self.scale = scale
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 `[batch, seq]` -> `[batch, seq, dim]`."""
+        return self.scaled(F.embedding(tokens, self.weight))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Return x * scale, with the scale rounded to the dtype of x, as in transformers."""
+        return x if self.scale == 1.0 else x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return 0, because a look-up has no products. The model counts the product of a tied head."""
+        return 0.0
+
+    def output(self, hidden: Tensor, labels: Tensor | None, loss: nn.Module) -> Tensor:
+        """Compute `Head.forward` with the embedding's weight.
+
+        Module hooks do not run. Under FSDP the weight must therefore belong to the root's unit.
+        """
+        # Cast explicitly to the weight's compute dtype, because no hook does.
+        return loss(hidden.to(self.weight.dtype), self.weight, labels)
+
+
+class Head(nn.Module):
+    """The output matrix.
+
+    Its forward includes the loss, because data-parallel engines gather the weight only for the forward.
+    """
+
+    # Losses and logits are never rounded to the compute dtype.
+    exact_output = True
+
+    def __init__(self, vocab_size: int, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+
+    def forward(self, hidden: Tensor, labels: Tensor | None, loss: nn.Module) -> Tensor:
+        """hidden `[batch, seq, dim]` -> loss(hidden, weight, labels); logits if labels is None."""
+        return loss(hidden, self.weight, labels)
 
 
 class FusedLoss(nn.Module):

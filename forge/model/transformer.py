@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from forge.config.model import ModelConfig
 from forge.model.attention import Attention, GroupedAttention, Shared, rope_tables
-from forge.model.embedding import Embedding, Head
 from forge.model.feed_forward import FeedForward, activation_of, make_feed_forward
 from forge.model.flops import matrix_flops
 from forge.model.initial import Normal, Uniform, initial_values
 from forge.model.linear_attention import LinearAttention
-from forge.model.loss import FusedLoss
+from forge.model.loss import Embedding, FusedLoss, Head
 from forge.model.mla import LatentAttention
 from forge.model.moe import MoE
 from forge.model.mtp import ahead_of, look_ahead, sums_with_ahead
