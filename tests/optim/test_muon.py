@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from forge.config import load_config, parse_toml_text
-from forge.optim.muon import Muon
-from forge.optim.orthogonal import orthogonalize_
+from forge.optim.muon import Muon, orthogonalize_
 from forge.runtime.errors import BAD_CONFIG, UserError
 from forge.shard import Shard
 from tests.support.equivalence import tiny_config
