@@ -23,11 +23,10 @@ from forge.runtime.errors import FAILED, UserError
 from forge.runtime.files import read_json
 from forge.shard import Shard
 from forge.tools.hf.architectures import ENDS
-from forge.tools.hf.float8 import Scaled, with_scales
 from forge.tools.hf.folder import Conversion, ReportProgress, new_folder, no_progress
 from forge.tools.hf.kimi import unnested
 from forge.tools.hf.model_config import read_model
-from forge.tools.hf.mxfp4 import Blocks, with_blocks
+from forge.tools.hf.quantized import Blocks, Scaled, with_blocks, with_scales
 from forge.tools.hf.safetensors import DTYPES, Stored, find_tensors
 from forge.tools.hf.table import architecture_of
 from forge.tools.hf.tensors import Weight, modules_ahead, weights_of

@@ -1,21 +1,28 @@
-"""Attention as it runs on a GPU, for plans made on a CPU.
+"""Attention and RMS norms as they run on a GPU, for plans made on a CPU.
 
 GPU attention runs in fused kernels: PyTorch's own, or flex_attention. A kernel keeps queries, keys, values, the output
 and its logsumexp for backward. It computes only the scores inside the mask. A CPU has no such kernels, so `attend`
 replaces each of them. `attend` takes the number of scores as an argument and returns fake tensors. The block tables of
 flex_attention are small and not planned. Document lengths are unknown, so each sequence counts as one document.
+
+On CUDA `F.rms_norm` is one kernel. It keeps its input, its weight and one float32 number per row for backward. On a CPU
+it is several operators, which also keep float32 intermediate results.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from forge.model import AttentionMask
 from forge.model.flops import mean_keys
+from forge.model.norm import RMSNorm, zero_centered_norm
 from forge.model.sdpa import SdpaAttention
 from forge.parallel.context.gathered import AllGatherAttention
 from forge.parallel.context.ring import FlexKernel, RingAttention
@@ -133,14 +140,72 @@ def _by_token(x: Tensor, width: int) -> Tensor:
     return x.new_empty((batch, seq, heads, width)).transpose(1, 2)
 
 
-def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+def _keep_attention(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scores = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
 
-def _backward(ctx: Any, grad: Tensor, _of_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
+def _attention_backward(
+    ctx: Any, grad: Tensor, _of_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, None]:
     return (*planned_attention_backward(grad, *ctx.saved_tensors[:3], ctx.scores), None)
 
 
-planned_attention.register_autograd(_backward, setup_context=_keep)
+planned_attention.register_autograd(_attention_backward, setup_context=_keep_attention)
+
+
+def use_fused_norms(model: nn.Module) -> None:
+    """Make each RMS norm of `model` compute with one operator, like the CUDA kernel.
+
+    CUDA has a fused kernel only if weight and input have the same dtype. Other norms keep PyTorch's operators.
+    """
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            zero_centered = module.normalize is zero_centered_norm
+            module.normalize = partial(zero_centered_norm, norm=norm_on_gpu) if zero_centered else norm_on_gpu
+
+
+def norm_on_gpu(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+    """Compute `F.rms_norm` on fake tensors: one operator if CUDA has a fused kernel for these dtypes."""
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x, list(shape), weight, eps)
+    return fused_norm(x, weight)[0]
+
+
+@torch.library.custom_op("forge::fused_norm", mutates_args=())
+def fused_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the RMS norm over the last dim, and the reciprocal root mean square of each row, float32 `[..., 1]`.
+
+    For fake tensors only.
+    """
+    raise NotImplementedError("this operator exists for plans only: it has shapes, but computes no values")
+
+
+@torch.library.custom_op("forge::fused_norm_backward", mutates_args=())
+def fused_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and weight. For fake tensors only."""
+    raise NotImplementedError("this operator exists for plans only: it has shapes, but computes no values")
+
+
+@fused_norm.register_fake
+def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+@fused_norm_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _keep_norm(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _norm_backward(ctx: Any, grad: Tensor, _of_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    x, weight, scale = ctx.saved_tensors
+    return fused_norm_backward(grad, x, weight, scale)
+
+
+fused_norm.register_autograd(_norm_backward, setup_context=_keep_norm)

@@ -41,10 +41,9 @@ from forge.parallel.step.gradients import report_gradients
 from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import local
-from forge.tools.plan.attention import on_gpu
+from forge.tools.plan.attention import on_gpu, use_fused_norms
 from forge.tools.plan.float8 import use_plain_products
 from forge.tools.plan.links import visited_nodes
-from forge.tools.plan.norm import use_fused_norms
 from forge.tools.plan.places import known_everywhere
 from forge.tools.plan.trace import Moment, Trace
 from forge.train.state import all_tensors

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from forge.config import check_world, parse_toml_text
+from forge.tools.plan.attention import norm_on_gpu
 from forge.tools.plan.fake import FakeRank, fake_ranks
-from forge.tools.plan.norm import norm_on_gpu
 from tests.support.planning import FULL, SELECTIVE, plan_text
 
 
