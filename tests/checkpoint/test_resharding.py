@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from forge.checkpoint import Checkpoints, load
-from forge.checkpoint.staging import Stager
+from forge.checkpoint.store import Stager
 from forge.runtime.errors import UserError
 from forge.shard import Shard
 from tests.support.checkpoints import cut, named, numbers, rows, whole

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from forge.checkpoint import Checkpoints, commit, read_config, read_state
 from forge.checkpoint.folders import milestones, prune
 from forge.checkpoint.manifest import read_manifest
-from forge.checkpoint.staging import Stager, blocks_for
+from forge.checkpoint.store import Stager, blocks_for
 from forge.shard import Shard
 from tests.support.checkpoints import inject, loaded_value, named, names, save_value, value_shards
 from tests.support.harness import run_ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge.checkpoint.staging import Stager
+from forge.checkpoint.store import Stager
 from forge.parallel.engines.buffered.communication import AsyncCollectives, gather_parts, sum_to_parts
 from forge.runtime import compat
 from forge.runtime.world import World, join

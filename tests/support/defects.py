@@ -139,7 +139,7 @@ def tied_values_left_behind() -> None:
 
 def one_ranks_experts_are_saved() -> None:
     """A checkpoint of only one rank's experts."""
-    from forge.checkpoint.staging import Stager
+    from forge.checkpoint.store import Stager
 
     stage = Stager.stage
 
