@@ -8,7 +8,6 @@ overwritten. Linear-attention layers return to the state before the rejected tok
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -131,9 +130,8 @@ class _TextCache:
             return self._inner.prepare(mask, x)
         index = torch.arange(self.end, device=x.device)
         queries, keys = index[self.begin :].view(1, 1, -1, 1), index.view(1, 1, 1, -1)
-        placed = copy.copy(mask)
-        placed.table = visible(mask.window, None)(queries, queries, queries, keys)  # [1, 1, tokens, keys]
-        return placed
+        table = visible(mask.window, None)(queries, queries, queries, keys)  # [1, 1, tokens, keys]
+        return mask.with_table(table)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
