@@ -29,21 +29,10 @@ from forge.parallel.float8.products import Emulated
 from forge.parallel.float8.torchao import quiet
 
 
-class BlockwiseKernels(Emulated):
-    """`Products` of blockwise: GPU kernels for linear layers, emulation for experts.
+class LinearKernels:
+    """The products of a linear layer, each by one `_multiply`."""
 
-    native: True: use cuBLASLt's kernel (Hopper). False: use torchao's.
-    """
-
-    def __init__(self, form: Format, *, native: bool):
-        super().__init__(form)
-        self.native = native
-        if not native:
-            with quiet():
-                from torchao.prototype.blockwise_fp8_training import kernels
-
-            self._with_square = kernels.triton_fp8_gemm_1x128_128x128
-            self._with_rows = kernels.triton_fp8_gemm_1x128_128x1
+    form: Format
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         y = self._multiply(_rows(x), _weight(weight, self.form, -1), square=True)
@@ -60,8 +49,29 @@ class BlockwiseKernels(Emulated):
     def _multiply(self, a: Tensor, of_b: Quantised, *, square: bool) -> Tensor:
         """Return a @ b.mT, bfloat16 `[m, n]`.
 
-        a `[m, k]`. of_b: codes and scales of b `[n, k]`, in whole blocks. square: b is a weight, with 128 x 128 blocks.
+        a `[m, k]`. of_b: codes and scales of b `[n, k]`, in whole blocks. square: b is a weight, which the blockwise format
+        scales in 128 x 128 blocks.
         """
+        raise NotImplementedError
+
+
+class BlockwiseKernels(LinearKernels, Emulated):
+    """`Products` of blockwise: GPU kernels for linear layers, emulation for experts.
+
+    native: True: use cuBLASLt's kernel (Hopper). False: use torchao's.
+    """
+
+    def __init__(self, form: Format, *, native: bool):
+        super().__init__(form)
+        self.native = native
+        if not native:
+            with quiet():
+                from torchao.prototype.blockwise_fp8_training import kernels
+
+            self._with_square = kernels.triton_fp8_gemm_1x128_128x128
+            self._with_rows = kernels.triton_fp8_gemm_1x128_128x1
+
+    def _multiply(self, a: Tensor, of_b: Quantised, *, square: bool) -> Tensor:
         rows = a.shape[0]
         codes, scales = _quantised(a, self.form)
         if not self.native:
@@ -84,7 +94,7 @@ class BlockwiseKernels(Emulated):
         return y[:rows]
 
 
-class MXKernels:
+class MXKernels(LinearKernels):
     """`Products` of mxfp8, by GPU kernels."""
 
     def __init__(self, form: Format):
@@ -97,18 +107,6 @@ class MXKernels:
         self._groups_to_blocked: Any = quant.triton_mx_block_rearrange_2d_M_groups
         self._experts_to_blocked: Any = quant.triton_mx_block_rearrange_per_group_3d
 
-    def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        y = self._multiply(_rows(x), _weight(weight, self.form, -1))
-        return y[:, : weight.shape[0]].unflatten(0, x.shape[:-1])
-
-    def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        y = self._multiply(_rows(grad), _weight(weight, self.form, -2))
-        return y[:, : weight.shape[1]].unflatten(0, grad.shape[:-1])
-
-    def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        of_x = _quantised(_tokens(x, self.form), self.form)
-        return self._multiply(_tokens(grad, self.form), of_x)[:, : x.shape[-1]]
-
     def grouped_output(self, rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         y = self._multiply_groups(rows, _weight(weight, self.form, -1), groups)
         return y[:, : weight.shape[-2]]
@@ -117,8 +115,7 @@ class MXKernels:
         y = self._multiply_groups(grad, _weight(weight, self.form, -2), groups)
         return y[:, : weight.shape[-1]]
 
-    def _multiply(self, a: Tensor, of_b: Quantised) -> Tensor:
-        """Return a @ b.mT, bfloat16 `[m, n]`. a `[m, k]`. of_b: codes and scales of b `[n, k]`, in whole blocks."""
+    def _multiply(self, a: Tensor, of_b: Quantised, *, square: bool) -> Tensor:
         of_a = _quantised(a, self.form)
         y = torch._scaled_mm(
             of_a.codes,
