@@ -8,6 +8,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -110,6 +111,8 @@ class TokenDataset:
     def __init__(self, path: str | Path, vocab_size: int | None = None, cache: BlockCache | None = None):
         self.is_remote = is_url(path)
         self.path = str(path) if self.is_remote else Path(path)
+        self._prefix = join(path, INDEX).removesuffix(INDEX)
+        """The start of the path or URL of each file, up to the file's name."""
         self.name = redact(str(path))
         self.next_use: TokenUses | None = None
         """Next uses of a remote dataset's tokens, for the eviction of cached blocks; None: unknown."""
@@ -121,7 +124,8 @@ class TokenDataset:
         # The arrays used last: a local array holds an open file. Checks are remembered after the file is closed.
         self._arrays: OrderedDict[str, Array] = OrderedDict()
         self._checked: dict[str, np.ndarray] = {}
-        self._lock = threading.RLock()
+        # A remote array holds no file, and opening one may wait for the store.
+        self._lock: AbstractContextManager[Any] = nullcontext() if self.is_remote else threading.RLock()
 
     @property
     def tokens(self) -> int:
@@ -148,7 +152,7 @@ class TokenDataset:
             if self.vocab_size is not None and int(piece.max()) >= self.vocab_size:
                 place = int(np.argmax(piece >= self.vocab_size))
                 raise UserError(
-                    f"{join(self.path, shard.token_file.name)}: token id {int(piece[place])} at byte "
+                    f"{self._prefix}{shard.token_file.name}: token id {int(piece[place])} at byte "
                     f"{(begin + place) * piece.itemsize} is beyond model.vocab_size {self.vocab_size}; "
                     "the file is damaged"
                 )
@@ -186,7 +190,7 @@ class TokenDataset:
 
     def open_file(self, record: FileRecord, dtype: np.dtype) -> Array:
         """Return the content of a packing plan's file in the dataset's folder."""
-        path = join(self.path, record.name)
+        path = self._prefix + record.name
         if self._cache is None:
             return map_array(path, dtype)
         file = RemoteFile(path, record.bytes)
@@ -195,20 +199,17 @@ class TokenDataset:
 
     def _open(self, number: int, record: FileRecord, dtype: np.dtype) -> Array:
         """Return the content of a file of shard `number`. Blocks with checksums are verified when read."""
-        if self._cache is not None:  # holds no file, and opening one may wait for the store
-            if record.name not in self._arrays:
-                self._arrays[record.name] = self._open_checked(number, record, dtype)
-            return self._arrays[record.name]
         with self._lock:
             if record.name not in self._arrays:
                 self._arrays[record.name] = self._open_checked(number, record, dtype)
+            if not self.is_remote:
+                self._arrays.move_to_end(record.name)
                 if len(self._arrays) > OPEN_FILES:
                     self._arrays.popitem(last=False)  # closed when no reader uses it any more
-            self._arrays.move_to_end(record.name)
             return self._arrays[record.name]
 
     def _open_checked(self, number: int, record: FileRecord, dtype: np.dtype) -> Array:
-        path, cache = join(self.path, record.name), self._cache
+        path, cache = self._prefix + record.name, self._cache
         block_file = self.index.shards[number].block_file
         if record is block_file:
             return self._open_block_file(path, record, dtype)
@@ -276,7 +277,7 @@ class TokenDataset:
         return self.next_use(first, np.minimum(first + each, self._firsts[number + 1]))
 
     def _check(self) -> None:
-        index, where = self.index, join(self.path, INDEX)
+        index, where = self.index, self._prefix + INDEX
         if index.dtype != token_dtype(index.vocab_size).name:
             raise UserError(
                 f"{where}: dtype {index.dtype} does not match vocab_size {index.vocab_size}; prepare the dataset again"
@@ -303,7 +304,7 @@ class TokenDataset:
             )
 
     def _check_size(self, record: FileRecord, elements: int, dtype: np.dtype) -> None:
-        path, found = join(self.path, record.name), record.bytes
+        path, found = self._prefix + record.name, record.bytes
         # In a remote store, each file's size would need a request. A wrong size is detected when blocks are read.
         if not self.is_remote:
             try:

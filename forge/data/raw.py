@@ -48,7 +48,8 @@ class _CachedFile:
 
     def __init__(self, path: str, cache: BlockCache | None):
         self.path = path
-        self._remote = RemoteFile(path) if is_url(path) else None
+        self.is_remote = is_url(path)
+        self._remote = RemoteFile(path) if self.is_remote else None
         self._cache = (cache or BlockCache()) if self._remote else None
         try:
             self.size = self._remote.size if self._remote else Path(path).stat().st_size
@@ -72,6 +73,7 @@ class MappedIds:
 
     def __init__(self, file: _CachedFile, dtype: np.dtype, vocab_size: int):
         self.path, self.dtype, self._vocab_size = file.path, dtype, vocab_size
+        self.is_remote = file.is_remote
         if not file.size:
             raise UserError(f"{file.path}: is empty")
         if file.size % dtype.itemsize:

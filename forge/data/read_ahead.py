@@ -22,7 +22,6 @@ from forge.data.raw import MappedIds
 from forge.data.sources import Source
 from forge.runtime.causes import Cause
 from forge.runtime.errors import STOPPED, UserError
-from forge.runtime.files import is_url
 from forge.runtime.remote import give_up_on, waiting_for
 
 THREADS = 32
@@ -108,7 +107,7 @@ def read_samples(
 
 def is_remote(source: Source) -> bool:
     """Return whether reading this source may wait for a remote store."""
-    return isinstance(source, TokenDataset | MappedIds) and is_url(source.path)
+    return isinstance(source, TokenDataset | MappedIds) and source.is_remote
 
 
 def _next_use(
