@@ -11,7 +11,7 @@ import numpy as np
 from forge.data.mixture import Mixture
 from forge.data.order import Order, numbered
 from forge.data.permutation import Permutation
-from forge.data.sources import Source
+from forge.data.sources import Source, is_remote
 from forge.data.windows import windows_of
 from forge.runtime.errors import UserError
 
@@ -39,6 +39,8 @@ class PackedDataset:
         self.labels = {name: windows.source.name for name, windows in self.samples.items()}
         """Names for messages: the path, or the source's name in the config."""
         self.sources = {name: windows.source for name, windows in self.samples.items()}
+        self.is_remote = any(is_remote(source) for source in sources)
+        """Whether reading a sample may wait for a remote store."""
         self.weights = dict(zip(self.sources, weights, strict=True))
         self.seq_len = seq_len
         self.document_mask = document_mask

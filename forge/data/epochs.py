@@ -1,12 +1,8 @@
-"""Sources and epochs: the source of a sample, and the number of epochs read of each source."""
+"""The number of epochs read of each source, and its limits."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
 
 from forge.data.dataset import PackedDataset
 from forge.data.order import numbered
@@ -53,12 +49,6 @@ def check_caps(dataset: PackedDataset, last: int) -> None:
                 f"than its max_epochs = {most:g}; lower its weight or train.steps, raise max_epochs, or set "
                 'data.on_max_epochs = "leave_out"'
             )
-
-
-def sources_of(dataset: PackedDataset, samples: Sequence[int]) -> Tensor:
-    """Return the source of each global sample in `samples`, as an index into `dataset.sources`: int64 `[n]`."""
-    places = {name: place for place, name in enumerate(dataset.sources)}
-    return torch.tensor([places[dataset.order.sources[dataset.order.locate(one)[0]]] for one in samples])
 
 
 def log_left_out(dataset: PackedDataset, position: int, last: int) -> None:

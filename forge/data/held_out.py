@@ -9,8 +9,8 @@ import torch
 
 from forge.batch import Batch
 from forge.data.loader import stack_windows
-from forge.data.read_ahead import in_order, is_remote
-from forge.data.sources import Source, count_windows, held_out_windows
+from forge.data.read_ahead import in_order
+from forge.data.sources import Source, count_windows, held_out_windows, is_remote
 from forge.data.windows import read_window
 
 

@@ -1,13 +1,16 @@
-"""Batches of one data rank, prefetched by a thread and copied to the device."""
+"""Batches of one data rank, prefetched by a thread and copied to the device. Stalls are reported with their cause."""
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, tee
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,13 +18,19 @@ import torch
 from forge.batch import Batch
 from forge.config import StepPlan
 from forge.data.dataset import PackedDataset
-from forge.data.epochs import sources_of
 from forge.data.order import Order
-from forge.data.read_ahead import Stall, read_samples, wait_for
+from forge.data.read_ahead import read_samples
 from forge.data.steps import Row, StepRows, steps_from
 from forge.model import IGNORE
 from forge.runtime.causes import Cause
-from forge.runtime.errors import caused_by
+from forge.runtime.errors import STOPPED, UserError, caused_by
+from forge.runtime.remote import waiting_for
+
+STALL_S = 5.0
+# After a request to stop: Slurm's notice is 300 s before it kills the job.
+STOP_WAIT_S = 60.0
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class Loader:
@@ -93,7 +102,11 @@ class Loader:
                 )  # otherwise pinning memory would create a CUDA context on device 0
             steps, ahead = tee(self._steps)
             samples = chain.from_iterable(step.reads() for step in ahead)
-            with closing(read_samples(self._dataset, samples, self._ahead, self._closed)) as windows:
+            if self._dataset.is_remote:
+                reads = read_samples(self._dataset, samples, self._ahead, self._closed)
+            else:
+                reads = (of[sample] for of, sample in samples)
+            with closing(reads) as windows:
                 while not self._closed.is_set():
                     step = next(steps)
                     self._put((self._batch(step, windows), step.dataset.order))
@@ -103,7 +116,7 @@ class Loader:
     def _batch(self, step: StepRows, windows: Iterator[Row]) -> Batch:
         n, masked = len(step.samples), step.dataset.document_mask
         batch = stack_windows(step.cut(windows), n, step.seq_len, masked, step.samples[0])
-        batch = replace(batch, sources=sources_of(step.dataset, step.samples))
+        batch = replace(batch, sources=step.sources())
         return batch.pin_memory() if self._device.type == "cuda" else batch
 
     def _put(self, item: tuple[Batch, Order] | BaseException) -> None:
@@ -112,6 +125,48 @@ class Loader:
                 return self._queue.put(item, timeout=0.1)
             except queue.Full:
                 continue
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A wait for data: its duration in seconds, and the latest cause reported by the reading threads."""
+
+    seconds: float
+    cause: str
+
+
+def wait_for(
+    batches: queue.Queue[Result], is_stopping: Callable[[], bool] = lambda: False
+) -> tuple[Result, Stall | None]:
+    """Return (next item of `batches`, stall).
+
+    The stall is None unless a store kept this call waiting for STALL_S seconds or more. During a stall, log the wait every
+    STALL_S seconds.
+
+    is_stopping: whether the run has a request to stop. Raises UserError (exit 75) if a store still does not answer
+    STOP_WAIT_S seconds later. Without the data, the ranks cannot complete the step, so they cannot save.
+    """
+    began, cause = time.monotonic(), ""
+    stopping_since: float | None = None
+    while True:
+        try:
+            batch = batches.get(timeout=STALL_S)
+        except queue.Empty:
+            if now := waiting_for():
+                cause = now
+                waited = time.monotonic() - began
+                log.warning("waiting for data for %.0f s: %s", waited, cause, extra=Cause.DATA_STALL.mark)
+                if is_stopping():
+                    stopping_since = stopping_since or time.monotonic()
+                    if time.monotonic() - stopping_since >= STOP_WAIT_S:
+                        raise UserError(
+                            f"was asked to stop, but has waited for data for {waited:.0f} s: {cause}. The steps since the "
+                            "last checkpoint are lost",
+                            STOPPED,
+                            Cause.STORE_FAILED,
+                        ) from None
+            continue
+        return batch, Stall(time.monotonic() - began, cause) if cause else None
 
 
 def stack_windows(

@@ -1,15 +1,12 @@
-"""Read-ahead: threads read samples of remote sources in the global order. Stalls are reported with their cause."""
+"""Read-ahead: threads read samples of remote sources in the global order."""
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent import futures
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -18,18 +15,10 @@ import numpy as np
 from forge.data.dataset import PackedDataset
 from forge.data.format import TokenDataset
 from forge.data.permutation import Permutation
-from forge.data.raw import MappedIds
-from forge.data.sources import Source
-from forge.runtime.causes import Cause
-from forge.runtime.errors import STOPPED, UserError
-from forge.runtime.remote import give_up_on, waiting_for
+from forge.runtime.remote import give_up_on
 
 THREADS = 32
-STALL_S = 5.0
-# After a request to stop: Slurm's notice is 300 s before it kills the job.
-STOP_WAIT_S = 60.0
 _POLL_S = 0.1
-log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -84,14 +73,11 @@ def in_order(
 def read_samples(
     dataset: PackedDataset, samples: Iterable[tuple[PackedDataset, int]], ahead: int, closed: threading.Event
 ) -> Generator[tuple[np.ndarray, np.ndarray | None]]:
-    """Yield the sample of each pair (dataset, sample number) in `samples`, in order.
+    """Yield the sample of each pair (dataset, sample number) in `samples`, in order. At least one source must be remote.
 
     Up to `ahead` samples of remote sources are read at once. All datasets must have the sources of `dataset`, but may
     have other orders and masks. closed: ends a wait, see `in_order`.
     """
-    if not any(is_remote(windows.source) for windows in dataset.samples.values()):
-        yield from (of[sample] for of, sample in samples)
-        return
     reading = [(dataset, 0)]
     for name, windows in dataset.samples.items():
         if isinstance(windows.source, TokenDataset) and windows.over(np.zeros(1), np.ones(1)) is not None:
@@ -103,11 +89,6 @@ def read_samples(
             yield of, sample
 
     yield from in_order(lambda pair: pair[0][pair[1]], followed(), ahead, closed)
-
-
-def is_remote(source: Source) -> bool:
-    """Return whether reading this source may wait for a remote store."""
-    return isinstance(source, TokenDataset | MappedIds) and source.is_remote
 
 
 def _next_use(
@@ -129,48 +110,6 @@ def _next_use(
         *ranges, drawn, windows.count, lambda epoch: Permutation(windows.count, order.key(number, epoch))
     )
     return wait * sum(weights) / weights[number]
-
-
-@dataclass(frozen=True)
-class Stall:
-    """A wait for data: its duration in seconds, and the latest cause reported by the reading threads."""
-
-    seconds: float
-    cause: str
-
-
-def wait_for(
-    batches: queue.Queue[Result], is_stopping: Callable[[], bool] = lambda: False
-) -> tuple[Result, Stall | None]:
-    """Return (next item of `batches`, stall).
-
-    The stall is None unless a store kept this call waiting for STALL_S seconds or more. During a stall, log the wait every
-    STALL_S seconds.
-
-    is_stopping: whether the run has a request to stop. Raises UserError (exit 75) if a store still does not answer
-    STOP_WAIT_S seconds later. Without the data, the ranks cannot complete the step, so they cannot save.
-    """
-    began, cause = time.monotonic(), ""
-    stopping_since: float | None = None
-    while True:
-        try:
-            batch = batches.get(timeout=STALL_S)
-        except queue.Empty:
-            if now := waiting_for():
-                cause = now
-                waited = time.monotonic() - began
-                log.warning("waiting for data for %.0f s: %s", waited, cause, extra=Cause.DATA_STALL.mark)
-                if is_stopping():
-                    stopping_since = stopping_since or time.monotonic()
-                    if time.monotonic() - stopping_since >= STOP_WAIT_S:
-                        raise UserError(
-                            f"was asked to stop, but has waited for data for {waited:.0f} s: {cause}. The steps since the "
-                            "last checkpoint are lost",
-                            STOPPED,
-                            Cause.STORE_FAILED,
-                        ) from None
-            continue
-        return batch, Stall(time.monotonic() - began, cause) if cause else None
 
 
 def next_uses(

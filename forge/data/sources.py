@@ -11,7 +11,7 @@ import numpy as np
 from forge.data.cache import BlockCache
 from forge.data.format import TokenDataset
 from forge.data.permutation import Permutation, key_of
-from forge.data.raw import DTYPES, MegatronTokens, RawTokens
+from forge.data.raw import DTYPES, MappedIds, MegatronTokens, RawTokens
 from forge.data.synthetic import SyntheticSource
 from forge.runtime.errors import UserError
 from forge.runtime.files import is_url
@@ -79,6 +79,11 @@ def open_source(
     if file.suffix == ".idx" or (not file.is_dir() and Path(f"{path}.idx").is_file()):
         return MegatronTokens(path, vocab_size, cache)
     return TokenDataset(path, vocab_size, cache)
+
+
+def is_remote(source: Source) -> bool:
+    """Return whether reading this source may wait for a remote store."""
+    return isinstance(source, TokenDataset | MappedIds) and source.is_remote
 
 
 def count_windows(source: Source, seq_len: int) -> int:

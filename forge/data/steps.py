@@ -13,6 +13,8 @@ from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from forge.config import StepPlan
 from forge.data.dataset import PackedDataset
@@ -35,6 +37,12 @@ class StepRows:
     def reads(self) -> Iterator[tuple[PackedDataset, int]]:
         """Yield (dataset, sample number) once for each sample of these rows, in order."""
         return ((self.dataset, sample) for sample, _ in groupby(self.samples))
+
+    def sources(self) -> Tensor:
+        """Return the source of each row, as an index into `dataset.sources`: int64 `[rows]`."""
+        places = {name: place for place, name in enumerate(self.dataset.sources)}
+        order = self.dataset.order
+        return torch.tensor([places[order.sources[order.locate(one)[0]]] for one in self.samples])
 
     def cut(self, windows: Iterator[Row]) -> Iterator[Row]:
         """Cut samples into rows.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from forge.data import cache as cache_module
+from forge.data import loader as loader_module
 from forge.data import read_ahead
 from forge.data.cache import BlockCache
 from forge.data.dataset import PackedDataset
@@ -299,7 +300,7 @@ def test_a_tool_without_a_limit_keeps_the_blocks_and_the_limit_of_a_run(store, t
 
 
 def test_a_long_wait_is_reported_with_its_cause(store, tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(read_ahead, "STALL_S", 0.01)
+    monkeypatch.setattr(loader_module, "STALL_S", 0.01)
     source = opened(store, tmp_path)
     reported = threading.Event()
 
@@ -308,9 +309,9 @@ def test_a_long_wait_is_reported_with_its_cause(store, tmp_path, monkeypatch, ca
             if "waiting for data" in record and "503" in record:
                 reported.set()
 
-    warn = read_ahead.log.warning
+    warn = loader_module.log.warning
     monkeypatch.setattr(
-        read_ahead.log,
+        loader_module.log,
         "warning",
         lambda text, *values, **marks: (warn(text, *values, **marks), Listener(text % values)),
     )
@@ -409,15 +410,15 @@ def test_d5_closing_a_loader_does_not_wait_for_a_hanging_store(store, tmp_path) 
 
 def test_d5_a_run_asked_to_stop_does_not_wait_for_ever(monkeypatch) -> None:
     """It exits with 75 before Slurm kills the job, because a killed job is not requeued."""
-    monkeypatch.setattr(read_ahead, "STALL_S", 0.01)
-    monkeypatch.setattr(read_ahead, "STOP_WAIT_S", 0.1)
-    monkeypatch.setattr(read_ahead, "waiting_for", lambda: "s3://bucket/key: a timeout")
+    monkeypatch.setattr(loader_module, "STALL_S", 0.01)
+    monkeypatch.setattr(loader_module, "STOP_WAIT_S", 0.1)
+    monkeypatch.setattr(loader_module, "waiting_for", lambda: "s3://bucket/key: a timeout")
     batches: queue.Queue[int] = queue.Queue()
     with pytest.raises(UserError, match="waited for data for 0 s: s3://bucket/key: a timeout") as caught:
-        read_ahead.wait_for(batches, lambda: True)
+        loader_module.wait_for(batches, lambda: True)
     assert caught.value.exit_code == STOPPED
     threading.Timer(0.3, lambda: batches.put(1)).start()
-    assert read_ahead.wait_for(batches)[0] == 1
+    assert loader_module.wait_for(batches)[0] == 1
 
 
 def test_a_thread_asked_to_stop_makes_no_further_attempt(monkeypatch) -> None:
