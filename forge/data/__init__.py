@@ -10,8 +10,8 @@
     mixture.py     global sample number -> source, under one mixture
     order.py       global sample number -> source and the source's sample, over successive mixtures and roll-backs
     permutation.py the order of a source in an epoch
-    windows.py, packing.py  division of a source into samples
-    dataset.py     global sample number -> tokens
+    packing.py     packing plans: whole documents in sequences of one length
+    dataset.py     division of a source into samples, and global sample number -> tokens
     read_ahead.py  reads many samples at once, if reads wait for a remote store
     loader.py      this data rank's rows of each step: prefetched by a thread, copied to the device
     held_out.py    batches of held-out sources

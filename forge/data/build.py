@@ -10,13 +10,12 @@ from typing import Any
 from forge.config import Config
 from forge.config.data import Stream, used_sources
 from forge.data.cache import BlockCache
-from forge.data.dataset import PackedDataset
+from forge.data.dataset import PackedDataset, windows_of
 from forge.data.format import TokenDataset
 from forge.data.permutation import key_of
 from forge.data.sources import SYNTHETIC, Source, count_windows, open_source
 from forge.data.synthetic import SyntheticSource
 from forge.data.tokenizer import Tokenizer, load_tokenizer
-from forge.data.windows import windows_of
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import find_difference, on_every_rank
 from forge.runtime.errors import UserError, caused_by

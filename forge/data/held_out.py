@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from forge.batch import Batch
+from forge.data.dataset import read_window
 from forge.data.loader import stack_windows
 from forge.data.read_ahead import in_order
 from forge.data.sources import Source, count_windows, held_out_windows, is_remote
-from forge.data.windows import read_window
 
 
 def evaluation_batches(

@@ -9,12 +9,12 @@ from math import exp, inf, isfinite, log
 import numpy as np
 import torch
 
+from forge.data.dataset import read_window
 from forge.data.format import TokenDataset
 from forge.data.loader import stack_windows
 from forge.data.order import merge
 from forge.data.sources import Source, held_out_windows
 from forge.data.tokenizer import Tokenizer
-from forge.data.windows import read_window
 from forge.model import IGNORE
 from forge.runtime.errors import FAILED, UserError
 from forge.tools.inference.open import TrainedModel
