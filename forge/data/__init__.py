@@ -7,7 +7,6 @@
     sources.py     opens any kind of source by path
     array.py, cache.py      arrays in local and remote files, and a disk cache of remote blocks
     tokenizer.py   text <-> ids
-    mixture.py     global sample number -> source, under one mixture
     order.py       global sample number -> source and the source's sample, over successive mixtures and roll-backs
     permutation.py the order of a source in an epoch
     packing.py     packing plans: whole documents in sequences of one length

@@ -13,8 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from forge.data.format import TokenDataset
-from forge.data.mixture import Mixture
-from forge.data.order import Order, numbered
+from forge.data.order import Mixture, Order, numbered
 from forge.data.packing import PackingPlan, open_plan
 from forge.data.permutation import Permutation
 from forge.data.sources import Source, count_windows, is_remote

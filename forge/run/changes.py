@@ -104,7 +104,7 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
     changes: list[str] = []
     for key in changed:
         # A changed tokenizer is never accepted, because it changes the meaning of ids. A changed data.mixture_block is
-        # accepted, because small weights make blocks larger (data/mixture.py).
+        # accepted, because small weights make blocks larger (data/order.py).
         free = key.startswith("data.sources") or key == "data.mixture_block"
         for name, there, now in _as_written(key, before.get(key), inputs.get(key), old, new):
             change = f"{name} differs from {path}: {there} in the checkpoint, {now} now"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.data.mixture import Mixture
+from forge.data.order import Mixture
 from forge.runtime.errors import UserError
 from tests.support.streams import located
 
