@@ -9,7 +9,7 @@ from typing import Any
 from forge.checkpoint import Checkpoints
 from forge.config import Config
 from forge.data.epochs import check_caps, epochs, log_epochs, log_left_out
-from forge.data.steps import mixtures_ahead
+from forge.data.loader import mixtures_ahead
 from forge.hook import Hook, StepResult
 from forge.observe.hardware import process_age_s
 from forge.observe.json_lines import read_lines

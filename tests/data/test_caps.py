@@ -9,8 +9,8 @@ from forge.config import Phases, load_config
 from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
 from forge.data.epochs import check_caps, epochs, log_left_out
+from forge.data.loader import mixtures_ahead
 from forge.data.order import Order, SkippedRange
-from forge.data.steps import mixtures_ahead
 from forge.runtime.errors import UserError
 from forge.tools.prepare.inspect import mixture_of_steps
 from tests.support.streams import Numbers

@@ -10,9 +10,8 @@ import pytest
 from forge.config import Phases, load_config
 from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
-from forge.data.loader import Loader
+from forge.data.loader import Loader, StepRows, mixtures_ahead, part_of, steps_from
 from forge.data.order import SkippedRange
-from forge.data.steps import StepRows, mixtures_ahead, part_of, steps_from
 
 CONFIG = load_config(
     [

@@ -15,7 +15,7 @@ from forge.checkpoint.folders import steps
 from forge.config import Config, Phases
 from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
-from forge.data.steps import mixtures_ahead, part_of, steps_from
+from forge.data.loader import mixtures_ahead, part_of, steps_from
 from forge.data.tokenizer import Tokenizer
 from forge.observe.run_directory import RunDirectory
 from forge.runtime.errors import UserError

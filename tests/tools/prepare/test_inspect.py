@@ -9,9 +9,8 @@ import pytest
 from forge.config import Phases, load_config
 from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
-from forge.data.loader import Loader
+from forge.data.loader import Loader, steps_from
 from forge.data.order import SkippedRange
-from forge.data.steps import steps_from
 from forge.data.tokenizer import ByteTokenizer
 from forge.tools.prepare.inspect import dataset_of_run, mixture_of_steps, samples_of_step
 from tests.support.streams import Counting
