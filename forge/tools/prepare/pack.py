@@ -11,22 +11,21 @@ sequence has train.seq_len + 1 tokens, because its last token is only a label.
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import socket
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
-from forge.data.format import START_DTYPE, FileRecord, TokenDataset
+from forge.data.format import START_DTYPE, TokenDataset
 from forge.data.packing import PIECES, SEQUENCES, PackingKind, PlanIndex, open_plan, plan_name
 from forge.runtime.errors import UserError
 from forge.runtime.files import sync_folder
 from forge.runtime.remote import join
+from forge.tools.prepare.writer import AtomicFile
 
 WINDOW = 1 << 17
 """Number of documents packed at a time. The documents of a sequence are fewer than WINDOW documents apart."""
@@ -54,7 +53,7 @@ def _pack(
     folder, name, capacity = path.parent, path.stem, seq_len + 1
     counts = dict.fromkeys(("sequences", "pieces", "tokens", "cut_documents", "cut_tokens", "lost_tokens"), 0)
     sequence_file, piece_file = (
-        files.enter_context(_AtomicFile(folder / f"{name}-{what}.bin")) for what in ("sequences", "pieces")
+        files.enter_context(_open(folder / f"{name}-{what}.bin")) for what in ("sequences", "pieces")
     )
     for starts, lengths in _documents(dataset, window):
         long = lengths > capacity
@@ -86,7 +85,7 @@ def _pack(
     }
     index = PlanIndex.model_validate(content)
     sync_folder(folder)
-    index_file = files.enter_context(_AtomicFile(path))
+    index_file = files.enter_context(_open(path))
     index_file.write(index.model_dump_json(indent=1).encode() + b"\n")
     index_file.close()
     sync_folder(folder)
@@ -182,34 +181,9 @@ def _is_running(process: int) -> bool:
     return True
 
 
-class _AtomicFile:
-    """A file with a temporary name. `close` syncs it to disk and renames it; without `close`, the file is removed.
+def _open(path: Path) -> AtomicFile:
+    """Open a file of a plan for writing.
 
     The temporary name is of this process, because others may be packing the same dataset. All write the same content.
     """
-
-    def __init__(self, path: Path):
-        name = f".{path.name}.{socket.gethostname()}-{os.getpid()}"
-        self._path, self._partial = path, path.with_name(name)
-        self._file = open(self._partial, "wb")  # noqa: SIM115
-        self._digest = hashlib.sha256()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # a full disk: closing writes the rest
-            self._file.close()
-        self._partial.unlink(missing_ok=True)
-
-    def write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._digest.update(data)
-
-    def close(self) -> FileRecord:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        size = self._file.tell()
-        self._file.close()
-        self._partial.replace(self._path)
-        return FileRecord(name=self._path.name, bytes=size, sha256=self._digest.hexdigest())
+    return AtomicFile(path, f".{path.name}.{socket.gethostname()}-{os.getpid()}")

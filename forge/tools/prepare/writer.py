@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
@@ -114,24 +115,49 @@ class ShardWriter:
         self._token_file, self._starts, self._filled = None, [], 0
 
 
-class _HashedFile:
-    """A file with a temporary name. Hashes the whole file and each of its blocks as they are written.
+class AtomicFile:
+    """A file with a temporary name, hashed as it is written. `close` syncs the file to disk and renames it.
 
-    `close` syncs the file to disk and renames it.
+    The end of a `with` block removes the file if `close` was not called.
     """
 
-    def __init__(self, path: Path):
-        self._path = path
-        self._partial = path.with_name("." + path.name)
+    def __init__(self, path: Path, temporary_name: str):
+        self._path, self._partial = path, path.with_name(temporary_name)
         self._file: BinaryIO = open(self._partial, "wb")  # noqa: SIM115
         self._digest = hashlib.sha256()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # a full disk: closing writes the rest
+            self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+
+    def close(self) -> FileRecord:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        size = self._file.tell()
+        self._file.close()
+        self._partial.replace(self._path)
+        return FileRecord(name=self._path.name, bytes=size, sha256=self._digest.hexdigest())
+
+
+class _HashedFile(AtomicFile):
+    """A file of a shard. Each of its blocks is also hashed as it is written."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, f".{path.name}")
         self._block = bytearray()  # the current block, not yet full
         self.digests: list[bytes] = []
 
     def write(self, values: np.ndarray | bytes) -> None:
         data = values if isinstance(values, bytes) else values.tobytes()
-        self._file.write(data)
-        self._digest.update(data)
+        super().write(data)
         begin = 0
         while begin < len(data):
             end = begin + BLOCK_BYTES - len(self._block)
@@ -147,9 +173,4 @@ class _HashedFile:
 
     def close(self) -> FileRecord:
         self._close_block()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        size = self._file.tell()
-        self._file.close()
-        self._partial.replace(self._path)
-        return FileRecord(name=self._path.name, bytes=size, sha256=self._digest.hexdigest())
+        return super().close()
