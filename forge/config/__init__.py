@@ -2,7 +2,8 @@
 
 The package does not import torch, so help and errors appear at once. Schema: section.py, model.py, data.py, layout.py,
 optimizer.py, phase.py, schema.py. Loading: load.py, extensions.py. Explanations: problem.py, explain.py, keys.py,
-help.py, unused.py. Checks across keys: checks.py, float8.py, phases.py, pipeline.py, world.py.
+help.py, unused.py. Settings of each step: phases.py. Checks across keys: checks.py, float8.py, phase_checks.py, pipeline.py,
+world.py.
 """
 
 from forge.config.help import help_text

@@ -13,7 +13,8 @@ from fnmatch import fnmatchcase
 from forge.config.float8 import check_float8
 from forge.config.keys import keys
 from forge.config.optimizer import MuonConfig
-from forge.config.phases import check_phases, check_ramps, variants
+from forge.config.phase_checks import check_phases, check_ramps
+from forge.config.phases import variants
 from forge.config.pipeline import SPLIT_BACKWARD, check_stages
 from forge.config.problem import Problem, multiples, problem, with_values
 from forge.config.schema import Config
