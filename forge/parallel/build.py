@@ -30,11 +30,10 @@ from forge.parallel.context import apply_context, check_attention, replace_atten
 from forge.parallel.engines.engine import DataParallel, apply_data_parallel
 from forge.parallel.expert import apply_expert
 from forge.parallel.float8 import apply_float8, check_patterns
-from forge.parallel.initialize import initialize
+from forge.parallel.initialize import describe, initialize
 from forge.parallel.layout import Layout, make_layout
 from forge.parallel.mesh import Meshes
 from forge.parallel.modules import for_all_layers
-from forge.parallel.parametrization import describe
 from forge.parallel.pipeline import PipelinedModel, Stage, StageModel, plan_pipeline
 from forge.parallel.precision import DTYPES, pinned_parameters
 from forge.parallel.step.model import ParallelModel, SequentialModel

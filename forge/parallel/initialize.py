@@ -4,22 +4,66 @@ Every element of a parameter is a pure function of (seed, parameter name, global
 float32, in blocks of 2^16 consecutive elements of the flattened global tensor. Each block has its own generator, keyed
 by (seed, name, block number). A rank generates only the blocks that overlap its shards. For each type of device, the
 same seed gives the same bits on any number of ranks.
+
+`describe` returns these values by parameter name, and sets the fields of shards that optimizers read.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from forge.model import Normal, Uniform
-from forge.shard import Box, Shard
+from forge.config import Config
+from forge.model import Experts, Normal, Router, SharedGate, ShortConvolution, Uniform
+from forge.parallel.parametrization import parametrize
+from forge.shard import Box, Kind, Shard
 
 BLOCK = 1 << 16
 # Boxes are filled in spans of at most this many elements of the flattened tensor, to bound scratch memory (16 MiB).
 LONGEST_SPAN = 1 << 22
+
+
+def describe(
+    model: nn.Module, shards: Sequence[Shard], config: Config
+) -> tuple[dict[str, float | Normal | Uniform], list[Shard]]:
+    """Return the initial values of `model` by parameter name, and `shards` with kind, heads and rates set.
+
+    Optimizers need these three fields in every shard.
+    """
+    known: Any = model
+    kinds, heads = parameter_kinds(model), known.heads() if hasattr(model, "heads") else {}
+    kind_of = {name: kinds.get(parameter, "dense") for name, parameter in model.named_parameters()}
+    described = [replace(s, kind=kind_of[s.name], heads=heads.get(s.name, 1)) for s in shards]
+    starts = known.initial_values()
+    if config.optimizer.parametrization == "standard":
+        return starts, described
+    return parametrize(starts, described, config)
+
+
+def parameter_kinds(model: nn.Module) -> dict[nn.Parameter, Kind]:
+    """Return the kind of each parameter of experts, routers and convolutions in `model`. All other parameters are dense.
+
+    The gate of shared experts counts as a router with one row.
+    """
+    classes: dict[type[nn.Module], Kind] = {
+        Experts: "expert",
+        Router: "router",
+        SharedGate: "router",
+        ShortConvolution: "convolution",
+    }
+    return {
+        parameter: kind
+        for module in model.modules()
+        for known, kind in classes.items()
+        if isinstance(module, known)
+        for parameter in module.parameters()
+    }
 
 
 def initialize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -25,23 +25,6 @@ def matches_exact_depth(pattern: str, name: str) -> bool:
     """
     patterns, names = pattern.split("."), name.split(".")
     return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
-
-
-def matches_any_depth(pattern: str, name: str) -> bool:
-    """Return whether `pattern` matches the whole `name`; a component `*` matches one or more components.
-
-    For precision.fp32_modules, whose patterns name modules at any depth: `*.router` matches every router. Other
-    components are ordinary globs: `*norm` matches `attention_norm`, never `attention.norm`.
-    """
-
-    def match(pattern: Sequence[str], name: Sequence[str]) -> bool:
-        if not pattern or not name:
-            return not pattern and not name
-        if pattern[0] == "*":
-            return any(match(pattern[1:], name[taken:]) for taken in range(1, len(name) + 1))
-        return fnmatchcase(name[0], pattern[0]) and match(pattern[1:], name[1:])
-
-    return match(pattern.split("."), name.split("."))
 
 
 def has_all_names(model: nn.Module) -> bool:

@@ -34,16 +34,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
-from typing import Any
-
-from torch import nn
 
 from forge.config import Config
-from forge.model import Normal, Router, Uniform
-from forge.model.experts import Experts
-from forge.model.linear_attention import ShortConvolution
-from forge.model.moe import SharedGate
-from forge.shard import Kind, Rates, Shard
+from forge.model import Normal, Uniform
+from forge.shard import Rates, Shard
 
 # The last weight of each branch, before the branch is added to the stream, by model.norm_position.
 BRANCH_ENDS = {
@@ -61,31 +55,14 @@ QUERIES = re.compile(r"layers\.(\d+)\.attention\.(wq|wq_b|q_norm)\.")
 VECTORS = re.compile(r"bias$|\.conv\.|\.decay\.|norm\.weight$|sinks\.")
 
 
-def describe(
-    model: nn.Module, shards: Sequence[Shard], config: Config
-) -> tuple[dict[str, float | Normal | Uniform], list[Shard]]:
-    """Return the initial values of `model` by parameter name, and `shards` with kind, heads and rates set.
-
-    Optimizers need these three fields in every shard.
-    """
-    known: Any = model
-    kinds, heads = parameter_kinds(model), known.heads() if hasattr(model, "heads") else {}
-    kind_of = {name: kinds.get(parameter, "dense") for name, parameter in model.named_parameters()}
-    described = [replace(s, kind=kind_of[s.name], heads=heads.get(s.name, 1)) for s in shards]
-    return parametrize(known.initial_values(), described, config)
-
-
 def parametrize(
     starts: Mapping[str, float | Normal | Uniform], shards: Sequence[Shard], config: Config
 ) -> tuple[dict[str, float | Normal | Uniform], list[Shard]]:
-    """Return scaled initial values by parameter name, and `shards` with rates set.
+    """Return scaled initial values by parameter name, and `shards` with rates set, for mup and completep.
 
     starts: initial values under the standard rules.
     """
-    scaled = dict(starts)
-    if config.optimizer.parametrization == "standard":
-        return scaled, list(shards)
-    rated = []
+    scaled, rated = dict(starts), []
     for shard in shards:
         scale, rates = factors(shard, config)
         rated.append(replace(shard, rates=rates))
@@ -152,23 +129,3 @@ def _head_growth(config: Config) -> float:
     base, latent = config.optimizer.mup.base_head_dim, config.model.latent
     size = config.model.head_dim if latent is None else latent.qk_nope_head_dim + latent.qk_rope_head_dim
     return size / base if base else 1.0
-
-
-def parameter_kinds(model: nn.Module) -> dict[nn.Parameter, Kind]:
-    """Return the kind of each parameter of experts, routers and convolutions in `model`. All other parameters are dense.
-
-    The gate of shared experts counts as a router with one row.
-    """
-    classes: dict[type[nn.Module], Kind] = {
-        Experts: "expert",
-        Router: "router",
-        SharedGate: "router",
-        ShortConvolution: "convolution",
-    }
-    return {
-        parameter: kind
-        for module in model.modules()
-        for known, kind in classes.items()
-        if isinstance(module, known)
-        for parameter in module.parameters()
-    }

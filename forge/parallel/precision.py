@@ -19,6 +19,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_map
 from forge.config.layout import Precision
 from forge.model import Experts, Transformer
 from forge.model.norm import promoted
-from forge.parallel.modules import for_all_layers, has_all_names, matches_any_depth
+from forge.parallel.modules import for_all_layers, has_all_names
 from forge.runtime.errors import UserError
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -54,6 +55,23 @@ def pinned_parameters(model: nn.Module, patterns: Sequence[str]) -> set[nn.Param
             )
         pinned |= found
     return pinned
+
+
+def matches_any_depth(pattern: str, name: str) -> bool:
+    """Return whether `pattern` matches the whole `name`; a component `*` matches one or more components.
+
+    For precision.fp32_modules, whose patterns name modules at any depth: `*.router` matches every router. Other
+    components are ordinary globs: `*norm` matches `attention_norm`, never `attention.norm`.
+    """
+
+    def match(pattern: Sequence[str], name: Sequence[str]) -> bool:
+        if not pattern or not name:
+            return not pattern and not name
+        if pattern[0] == "*":
+            return any(match(pattern[1:], name[taken:]) for taken in range(1, len(name) + 1))
+        return fnmatchcase(name[0], pattern[0]) and match(pattern[1:], name[1:])
+
+    return match(pattern.split("."), name.split("."))
 
 
 def compute_dtypes(

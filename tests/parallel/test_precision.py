@@ -11,12 +11,12 @@ from torch import nn
 
 from forge.config import parse_toml_text
 from forge.parallel.build import build_meta_model
-from forge.parallel.modules import matches_any_depth
 from forge.parallel.precision import (
     Unit,
     cast_at_borders,
     compute_dtypes,
     joined_by_parameters,
+    matches_any_depth,
     maximal_subtrees,
     pinned_parameters,
     plan_units,

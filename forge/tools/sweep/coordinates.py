@@ -21,8 +21,7 @@ from forge.data.loader import stack_windows
 from forge.model import Transformer
 from forge.optim import build_optimizer
 from forge.parallel.build import build_meta_model
-from forge.parallel.initialize import initialize
-from forge.parallel.parametrization import describe
+from forge.parallel.initialize import describe, initialize
 from forge.parallel.precision import DTYPES
 from forge.runtime.errors import UserError
 from forge.shard import Shard

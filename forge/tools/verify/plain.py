@@ -20,11 +20,10 @@ from forge.optim import Optimizer
 from forge.optim.optimizer import gradient
 from forge.parallel.build import build_meta_model
 from forge.parallel.float8 import compute_in_float8
-from forge.parallel.initialize import fill_random
+from forge.parallel.initialize import describe, fill_random
 from forge.parallel.layout import bounds_logits, make_layout
 from forge.parallel.logits import LargestLogits
 from forge.parallel.mesh import make_meshes
-from forge.parallel.parametrization import describe
 from forge.shard import Box, Shard
 from forge.tools.verify.borders import Borders
 from forge.tools.verify.checkpoints import keep_whole, save

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from forge.model import Transformer
 from forge.model.norm import promoted
 from forge.parallel.engines.buffered.layout import Bucket, BufferItem, default_bucket_numel, lay_out
+from forge.parallel.initialize import parameter_kinds
 from forge.parallel.layout import Layout
-from forge.parallel.parametrization import parameter_kinds
 from forge.parallel.precision import plan_units
 
 
