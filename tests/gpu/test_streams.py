@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from forge.checkpoint.store import Stager
-from forge.parallel.engines.buffered.communication import AsyncCollectives, gather_parts, sum_to_parts
+from forge.parallel.engines.buffered.buffer import AsyncCollectives, gather_parts, sum_to_parts
 from forge.runtime import compat
 from forge.runtime.world import World, join
 from forge.shard import Shard

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.checkpoint import Checkpoints, SaveOutcome
-from forge.parallel.engines.buffered.layout import slice_boxes
+from forge.parallel.engines.buffered.plan import slice_boxes
 from forge.runtime import fault
 from forge.shard import Box, Shard
 

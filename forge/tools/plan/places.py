@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from forge.config import Degrees
-from forge.parallel.engines.buffered.layout import Bucket, Slot, flat_boxes
-from forge.parallel.engines.buffered.plan import Groups
+from forge.parallel.engines.buffered.plan import Bucket, Groups, Slot, flat_boxes
 from forge.parallel.engines.engine import DataParallel
 from forge.parallel.layout import local_box
 from forge.shard import Box, Shard

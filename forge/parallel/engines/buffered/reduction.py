@@ -28,9 +28,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forge.parallel.engines.buffered.buffer import BucketMemory, PlacedParameter
-from forge.parallel.engines.buffered.communication import (
+from forge.parallel.engines.buffered.buffer import (
     AsyncCollectives,
+    BucketMemory,
+    PlacedParameter,
     TemporaryBuckets,
     own_part,
     sum_to_parts,

@@ -8,7 +8,7 @@ import torch
 from forge.config import parse_toml_text
 from forge.optim import build_optimizer
 from forge.parallel.engines.buffered import Buffered
-from forge.parallel.engines.buffered.layout import PART_ALIGNMENT, SLOT_ALIGNMENT
+from forge.parallel.engines.buffered.plan import PART_ALIGNMENT, SLOT_ALIGNMENT
 from tests.support.buffers import ALONE, ENGINES, SMALL, backward, build, engine_config
 from tests.support.building import built_on_nan
 from tests.support.harness import RankFailed, run_ranks

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.collectives import collectives_of
-from forge.parallel.engines.buffered.communication import TemporaryBuckets
+from forge.parallel.engines.buffered.buffer import TemporaryBuckets
 from forge.runtime import compat
 from forge.runtime.errors import UserError
 from tests.support.buffers import ENGINES, SMALL, backward, build, engine_config

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.parallel.engines.buffered.layout import (
+from forge.parallel.engines.buffered.plan import (
     PART_ALIGNMENT,
     SLOT_ALIGNMENT,
     Bucket,

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from benchmarks.collectives import collectives_of
-from forge.parallel.engines.buffered import gathering, reduction
-from forge.parallel.engines.buffered.communication import AsyncCollectives, TemporaryBuckets
+from forge.parallel.engines.buffered import engine as buffered_engine
+from forge.parallel.engines.buffered import reduction
+from forge.parallel.engines.buffered.buffer import AsyncCollectives, TemporaryBuckets
 from tests.support.buffers import (
     ENGINES,
     SMALL,
@@ -45,7 +46,7 @@ class Late:
 
 
 def _late(rank: int, world: int, text: str) -> list[dict[str, torch.Tensor]]:
-    reduction.AsyncCollectives = gathering.AsyncCollectives = Late  # type: ignore[assignment,misc]
+    reduction.AsyncCollectives = buffered_engine.AsyncCollectives = Late  # type: ignore[assignment,misc]
     release = TemporaryBuckets.release
 
     def release_poisoned(buckets: TemporaryBuckets, bucket: torch.Tensor) -> None:
