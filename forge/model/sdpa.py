@@ -258,11 +258,23 @@ def flex_with_lse(
 _NARROWEST = 16
 """The fewest values per head that flex_attention's kernels for CUDA accept."""
 
+GRAPHS = 256
+"""The limit of graphs for one compiled function; PyTorch's default is 8.
+
+The number needed is a product of three: kinds of layers (by window; a phase's ramp of windows has 16), 2 for forwards with
+and without gradients, and kinds of batches (training's, smaller ones, samples of any length).
+"""
+
 
 @functools.cache
 def flex_for(device_type: str) -> Callable[..., Any]:
     """Return flex_attention: compiled at first use on CUDA, eager (unfused) elsewhere."""
-    return torch.compile(_flex) if device_type == "cuda" else _flex
+    if device_type != "cuda":
+        return _flex
+    if not torch.compiler.is_compiling():  # else part of a block's graph
+        # Past the limit flex_attention would silently fall back to holding all scores in memory.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    return torch.compile(_flex)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

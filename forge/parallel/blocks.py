@@ -11,7 +11,8 @@ graph contains no hooks. From the inside out:
                              saves a DeviceMesh)
     offload                  acts on the tensors saved by the block, or by its compiled graph
     wait                     the first block only: compiled code must not receive the result of a running collective
-    cast                     last, so graph and recomputation see the module's compute dtype
+
+Casts come after these wrappers, so graph and recomputation see the module's compute dtype.
 
 Compilation is block by block: all blocks of a kind share one graph, so depth costs no compile time. A graph break is an
 error, never a silent loss of speed. A block with a mixture of experts is several graphs: the attention half with the
@@ -55,18 +56,12 @@ from forge.model import MoE, Transformer
 from forge.model.dispatch import Kernels
 from forge.model.host import HostReads
 from forge.model.residual import Mixed
+from forge.model.sdpa import GRAPHS
 from forge.parallel.layout import Layout
 from forge.parallel.modules import has_all_names
 from forge.parallel.offload import Offload
-from forge.parallel.precision import cast_at_borders, plan_units
 from forge.runtime import compat
 from forge.runtime.errors import UserError, did_you_mean
-
-# The limit of graphs for one function; PyTorch's default is 8. The number needed is a product of three: kinds of layers
-# (by window; a phase's ramp of windows has 16), 2 for forwards with and without gradients, and kinds of batches
-# (training's, smaller ones, samples of any length). Past the limit a compiled block raises an error. flex_attention,
-# compiled separately on CUDA, would silently fall back to holding all scores in memory.
-GRAPHS = 256
 
 # Operators whose results selective checkpointing keeps. By name, because the set of operators differs between builds and
 # versions of PyTorch; each name stands for every overload.
@@ -104,7 +99,7 @@ PROFILER_MARKS = ("profiler._record_function_enter_new", "profiler._record_funct
 
 
 def apply_blocks(model: Transformer, layout: Layout) -> None:
-    """Replace forwards of `model` in place, as `activation_checkpoint`, `compile` and `precision` require.
+    """Replace forwards of `model` in place, as `activation_checkpoint` and `compile` require.
 
     Raises UserError if a name in activation_checkpoint.modules is not a child of a block, the compiler is unknown,
     compile.loss is set for a loss without chunks, or this PyTorch lacks a needed feature.
@@ -112,8 +107,9 @@ def apply_blocks(model: Transformer, layout: Layout) -> None:
     _set_memory_budget(layout)
     if has_all_names(model):
         check_modules(model, layout.activation_checkpoint)
-    if layout.compile.enabled or layout.compile.loss or torch.cuda.is_available():
-        # Attention residuals need one graph for each number of saved streams.
+    if layout.compile.enabled or layout.compile.loss:
+        # Past the limit a compiled block raises an error. Attention residuals need one graph for each number of saved
+        # streams.
         limit = GRAPHS * layout.model.streams_into(layout.model.n_layers)
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     policy = BlockPolicy(layout)
@@ -124,7 +120,6 @@ def apply_blocks(model: Transformer, layout: Layout) -> None:
         first.forward = waiting(first.forward)
     if layout.compile.loss:
         compile_chunks(model.loss, compiler_for(layout.compile))
-    cast_at_borders(model, plan_units(model, layout.precision)[1], layout.compute)
 
 
 class BlockPolicy:

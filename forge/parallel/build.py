@@ -6,7 +6,8 @@ context      replaces the attention function, in modules that no other step has 
 tensor       splits plain linear layers, before later steps convert or wrap them
 expert       distributes the experts, which tensor parallelism leaves alone
 float8       swaps linear layers, carrying over tensor parallelism's hooks on them
-blocks       wraps blocks, with all steps above inside: recomputation, compilation, casts
+blocks       wraps blocks, with all steps above inside: recomputation, compilation
+casts        casts for modules with another compute dtype; after blocks, so graphs and recomputation see this dtype
 data         shards the parameters over data ranks; must know all blocks in their final form
 allocate     gives each rank uninitialised storage for its own shards
 initialise   fills the shards with initial values
@@ -35,11 +36,17 @@ from forge.parallel.layout import Layout, make_layout
 from forge.parallel.mesh import Meshes
 from forge.parallel.modules import for_all_layers
 from forge.parallel.pipeline import PipelinedModel, Stage, StageModel, plan_pipeline
-from forge.parallel.precision import DTYPES, pinned_parameters
+from forge.parallel.precision import DTYPES, cast_at_borders, pinned_parameters, plan_units
 from forge.parallel.step.model import ParallelModel, SequentialModel
 from forge.parallel.tensor.apply import apply_tensor
 from forge.parallel.tensor.plan import plan_for
 from forge.runtime.errors import UserError
+
+
+def apply_casts(model: Transformer, layout: Layout) -> None:
+    """Cast at the borders of modules whose compute dtype is not `precision.compute`, in place."""
+    cast_at_borders(model, plan_units(model, layout.precision)[1], layout.compute)
+
 
 APPLY: dict[str, Callable[[Transformer, Layout], Any]] = {
     "context": apply_context,
@@ -47,6 +54,7 @@ APPLY: dict[str, Callable[[Transformer, Layout], Any]] = {
     "expert": apply_expert,
     "float8": apply_float8,
     "blocks": apply_blocks,
+    "casts": apply_casts,
     "data": apply_data_parallel,
 }
 STEPS = (*APPLY, "allocate", "initialise")
@@ -56,6 +64,9 @@ NEEDED: dict[str, Callable[[Layout], bool]] = {
     "tensor": lambda layout: layout.meshes.tp.size() > 1,
     "expert": lambda layout: layout.model.moe is not None,
     "float8": lambda layout: layout.precision.float8 != "none" or layout.precision.float8_dispatch,
+    "blocks": lambda layout: (
+        layout.activation_checkpoint.mode != "none" or layout.compile.enabled or layout.compile.loss
+    ),
 }
 
 

@@ -9,7 +9,15 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.testing import assert_close
 
-from forge.model.sdpa import AttentionMask, block_table, dense_table, sdpa_attention, visible
+from forge.model.sdpa import (
+    GRAPHS,
+    AttentionMask,
+    block_table,
+    dense_table,
+    flex_for,
+    sdpa_attention,
+    visible,
+)
 
 CPU = torch.device("cpu")
 # A little over three tiles: some empty, some full, the last cut off.
@@ -81,6 +89,15 @@ def test_heads_of_any_width(width: int) -> None:
         found = sdpa_attention(q, k, v, blocks, more)
         assert found.shape[-1] == width - 1
         assert_close(found, sdpa_attention(q, k, v, dense, more), rtol=1e-4, atol=1e-5)
+
+
+def test_flex_attention_on_cuda_may_have_a_graph_for_each_kind_of_layer_and_batch(monkeypatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    flex_for.cache_clear()
+    flex_for("cpu")
+    assert torch._dynamo.config.recompile_limit == 8
+    flex_for("cuda")
+    assert torch._dynamo.config.recompile_limit == GRAPHS
 
 
 def test_plain_causal_attention_needs_no_table() -> None:

@@ -32,7 +32,7 @@ def test_all_steps_are_applied_in_the_order(applied: list[str]) -> None:
     one.apply_all()
     for step in STEPS[len(applied) :]:
         one.begin(step)
-    assert applied == ["context", "tensor", "expert", "float8", "blocks", "data"]
+    assert applied == ["context", "tensor", "expert", "float8", "blocks", "casts", "data"]
     assert [*applied, "allocate", "initialise"] == list(STEPS)
 
 
