@@ -43,33 +43,6 @@ from forge.parallel.tensor.plan import plan_for
 from forge.runtime.errors import UserError
 
 
-def apply_casts(model: Transformer, layout: Layout) -> None:
-    """Cast at the borders of modules whose compute dtype is not `precision.compute`, in place."""
-    cast_at_borders(model, plan_units(model, layout.precision)[1], layout.compute)
-
-
-APPLY: dict[str, Callable[[Transformer, Layout], Any]] = {
-    "context": apply_context,
-    "tensor": apply_tensor,
-    "expert": apply_expert,
-    "float8": apply_float8,
-    "blocks": apply_blocks,
-    "casts": apply_casts,
-    "data": apply_data_parallel,
-}
-STEPS = (*APPLY, "allocate", "initialise")
-# Optional step -> function that returns whether a layout needs the step.
-NEEDED: dict[str, Callable[[Layout], bool]] = {
-    "context": lambda layout: layout.meshes.cp.size() > 1,
-    "tensor": lambda layout: layout.meshes.tp.size() > 1,
-    "expert": lambda layout: layout.model.moe is not None,
-    "float8": lambda layout: layout.precision.float8 != "none" or layout.precision.float8_dispatch,
-    "blocks": lambda layout: (
-        layout.activation_checkpoint.mode != "none" or layout.compile.enabled or layout.compile.loss
-    ),
-}
-
-
 def build_parallel_model(
     config: Config,
     meshes: Meshes,
@@ -88,22 +61,20 @@ def build_parallel_model(
     layout = make_layout(config, meshes)
 
     def build(stage: Stage | None) -> tuple[Transformer, DataParallel]:
-        builder = Builder(build_meta_model(config, stage), layout)
+        model = build_meta_model(config, stage)
         if stage is None:
-            check_groups(builder.model, config)
-        engine = builder.apply_all()
+            check_groups(model, config)
+        engine = apply_layout(model, layout)
         if attention is not None:
-            replace_attention(builder.model, attention)
+            replace_attention(model, attention)
         with memory():
-            builder.begin("allocate")
             engine.allocate(device)
-            builder.begin("initialise")
-            starts, engine.shards = describe(builder.model, engine.shards, config)
+            starts, engine.shards = describe(model, engine.shards, config)
             # Under parallel.cpu_offload the shards are on the CPU, which would generate other numbers than the GPU.
             fill = values or partial(initialize, device=device)
             fill(engine.shards, starts, config.run.seed)
-            builder.model.reset_buffers(layout.compute)
-        return builder.model, engine
+            model.reset_buffers(layout.compute)
+        return model, engine
 
     if meshes.degrees.pp == 1:
         model, engine = build(None)
@@ -114,35 +85,24 @@ def build_parallel_model(
     return PipelinedModel([StageModel(stage, *build(stage)) for stage in own], plan, layout)
 
 
-class Builder:
-    """Applies a layout to `model` on the meta device, in place. Each step runs at most once, in the order of STEPS."""
+def apply_layout(model: Transformer, layout: Layout) -> DataParallel:
+    """Apply the steps that `layout` needs to `model`, in place. Return the data-parallel engine. Collective.
 
-    def __init__(self, model: Transformer, layout: Layout):
-        self.model, self.layout = model, layout
-        self._done: list[str] = []
-
-    def begin(self, step: str) -> None:
-        """Record that `step` is applied. Raises RuntimeError if `step` or a later one has already been applied."""
-        if step in self._done:
-            raise RuntimeError(f"{step} has been applied to this model already; each step is applied once")
-        later = [other for other in self._done if STEPS.index(other) > STEPS.index(step)]
-        if later:
-            raise RuntimeError(f"{step} must be applied before {later[0]}; the order is {', '.join(STEPS)}")
-        self._done.append(step)
-
-    def apply(self, step: str) -> Any:
-        """Apply `step`, one of APPLY, if the layout needs it. Return the step's result, or None. Collective."""
-        self.begin(step)
-        needed = NEEDED.get(step, lambda layout: True)
-        return APPLY[step](self.model, self.layout) if needed(self.layout) else None
-
-    def apply_all(self) -> DataParallel:
-        """Apply all steps in APPLY and return the data-parallel engine.
-
-        Collective. Afterwards the model is this rank's part, still on the meta device.
-        """
-        results = [self.apply(step) for step in APPLY]
-        return results[-1]
+    Afterwards the model is this rank's part, still on the meta device.
+    """
+    meshes, precision, compiled = layout.meshes, layout.precision, layout.compile
+    if meshes.cp.size() > 1:
+        apply_context(model, layout)
+    if meshes.tp.size() > 1:
+        apply_tensor(model, layout)
+    if layout.model.moe is not None:
+        apply_expert(model, layout)
+    if precision.float8 != "none" or precision.float8_dispatch:
+        apply_float8(model, layout)
+    if layout.activation_checkpoint.mode != "none" or compiled.enabled or compiled.loss:
+        apply_blocks(model, layout)
+    cast_at_borders(model, plan_units(model, precision)[1], layout.compute)
+    return apply_data_parallel(model, layout)
 
 
 def check_names(config: Config, layout: Layout) -> None:

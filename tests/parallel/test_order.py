@@ -1,51 +1,74 @@
-"""The steps of a layout are applied once each, in order."""
+"""The steps that a layout needs are applied once each, in order."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from forge.parallel import build
-from forge.parallel.build import STEPS, Builder
+from forge.parallel.build import apply_layout
+
+STEPS = ("context", "tensor", "expert", "float8", "blocks", "casts", "data")
+OFF = {
+    "cp": 1,
+    "tp": 1,
+    "moe": None,
+    "float8": "none",
+    "float8_dispatch": False,
+    "mode": "none",
+    "enabled": False,
+    "loss": False,
+}
 
 
 @pytest.fixture
 def applied(monkeypatch) -> list[str]:
     """Replace all steps by stubs; return the list of applied names."""
     names: list[str] = []
-
-    def note(step: str) -> Callable[..., Any]:
-        return lambda model, layout: names.append(step)
-
-    monkeypatch.setattr(build, "APPLY", {step: note(step) for step in build.APPLY})
-    monkeypatch.setattr(build, "NEEDED", {})
+    for step in STEPS:
+        function = {"casts": "cast_at_borders", "data": "apply_data_parallel"}.get(step, f"apply_{step}")
+        monkeypatch.setattr(build, function, lambda *_, step=step: names.append(step))
+    monkeypatch.setattr(build, "plan_units", lambda *_: ([], {}))
     return names
 
 
-def builder() -> Builder:
-    return Builder(nn.Module(), None)  # type: ignore[arg-type]
+def layout(**changes: Any) -> Any:
+    """Return a layout that needs no optional step, except for `changes`, keys of OFF."""
+    keys = SimpleNamespace(**OFF | changes)
+    cp, tp = (SimpleNamespace(size=lambda size=size: size) for size in (keys.cp, keys.tp))
+    return SimpleNamespace(
+        meshes=SimpleNamespace(cp=cp, tp=tp),
+        model=keys,
+        precision=keys,
+        activation_checkpoint=keys,
+        compile=keys,
+        compute=torch.float32,
+    )
 
 
 def test_all_steps_are_applied_in_the_order(applied: list[str]) -> None:
-    one = builder()
-    one.apply_all()
-    for step in STEPS[len(applied) :]:
-        one.begin(step)
-    assert applied == ["context", "tensor", "expert", "float8", "blocks", "casts", "data"]
-    assert [*applied, "allocate", "initialise"] == list(STEPS)
+    apply_layout(nn.Module(), layout(cp=2, tp=2, moe={}, float8="rowwise", mode="full"))  # type: ignore[arg-type]
+    assert applied == list(STEPS)
 
 
-def test_a_repeated_step_is_an_error(applied: list[str]) -> None:
-    one = builder()
-    one.apply("tensor")
-    with pytest.raises(RuntimeError, match="tensor has been applied to this model already"):
-        one.apply("tensor")
-    assert applied == ["tensor"]
-
-
-def test_steps_in_the_wrong_order_are_an_error_naming_both(applied: list[str]) -> None:
-    one = builder()
-    one.apply("data")
-    with pytest.raises(RuntimeError, match="float8 must be applied before data"):
-        one.apply("float8")
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({}, None),
+        ({"cp": 2}, "context"),
+        ({"tp": 2}, "tensor"),
+        ({"moe": {}}, "expert"),
+        ({"float8": "rowwise"}, "float8"),
+        ({"float8_dispatch": True}, "float8"),
+        ({"mode": "selective"}, "blocks"),
+        ({"enabled": True}, "blocks"),
+        ({"loss": True}, "blocks"),
+    ],
+)
+def test_only_the_needed_steps_are_applied(applied: list[str], changes: dict, needed: str | None) -> None:
+    apply_layout(nn.Module(), layout(**changes))  # type: ignore[arg-type]
+    assert applied == [step for step in STEPS if step in (needed, "casts", "data")]

@@ -41,14 +41,14 @@ def _build_on_fake_ranks(path: Path, world: int) -> None:
 
     from forge.config import check_world, load_config
     from forge.model import parameter_counts
-    from forge.parallel.build import Builder, build_meta_model
+    from forge.parallel.build import apply_layout, build_meta_model
     from forge.parallel.layout import make_layout
     from forge.parallel.mesh import make_meshes
 
     config = load_config([f"--config={path}"])
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     meshes = make_meshes(check_world(config, world), "cpu")
-    engine = Builder(build_meta_model(config), make_layout(config, meshes)).apply_all()
+    engine = apply_layout(build_meta_model(config), make_layout(config, meshes))
     engine.allocate(torch.device("meta"))
     whole = sum(shard.global_shape.numel() for shard in engine.shards)
     assert whole == parameter_counts(build_meta_model(config)).total
