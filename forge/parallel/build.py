@@ -18,6 +18,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -26,9 +27,11 @@ import torch
 
 from forge.config import Config
 from forge.model import FusedLoss, Transformer, build_model
+from forge.model.norm import promoted
 from forge.parallel.blocks import apply_blocks, check_modules
 from forge.parallel.context import apply_context, check_attention, replace_attention
-from forge.parallel.engines.engine import DataParallel, apply_data_parallel
+from forge.parallel.engines.buffered import Buffered
+from forge.parallel.engines.fsdp import FullySharded
 from forge.parallel.expert import apply_expert
 from forge.parallel.float8 import apply_float8, check_patterns
 from forge.parallel.initialize import describe, initialize
@@ -37,7 +40,7 @@ from forge.parallel.mesh import Meshes
 from forge.parallel.modules import for_all_layers
 from forge.parallel.pipeline import PipelinedModel, Stage, StageModel, plan_pipeline
 from forge.parallel.precision import DTYPES, cast_at_borders, pinned_parameters, plan_units
-from forge.parallel.step.model import ParallelModel, SequentialModel
+from forge.parallel.step.model import DataParallel, ParallelModel, SequentialModel
 from forge.parallel.tensor.apply import apply_tensor
 from forge.parallel.tensor.plan import plan_for
 from forge.runtime.errors import UserError
@@ -103,6 +106,51 @@ def apply_layout(model: Transformer, layout: Layout) -> DataParallel:
         apply_blocks(model, layout)
     cast_at_borders(model, plan_units(model, precision)[1], layout.compute)
     return apply_data_parallel(model, layout)
+
+
+def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
+    """Apply the engine of `parallel.data_parallel` to `model` (on the meta device), in place. Collective.
+
+    An engine either gathers parameters unit by unit (`FullySharded`) or keeps them in contiguous buffers (`Buffered`).
+    If no other rank shares this rank's parameters, fsdp2 has nothing to shard. Contiguous buffers then replace fsdp2,
+    because they need no hooks, casts and copies for gathering and reducing. fsdp2 stays if the buffers would take
+    more memory.
+    """
+    parallel = layout.parallel
+    if parallel.data_parallel != "fsdp2":
+        return Buffered(model, layout)
+    if not (_alone(layout) and _buffers_take_no_more_memory(layout)):
+        return FullySharded(model, layout)
+    # The keys of the buffered engines do not apply to fsdp2.
+    plain = {"data_parallel": "zero1", "check_gradients": "none", "symmetric_memory": False}
+    engine = Buffered(model, replace(layout, parallel=parallel.model_copy(update=plain)))
+    engine.name = "contiguous buffers (fsdp2 has nothing to shard here)"
+    return engine
+
+
+def _alone(layout: Layout) -> bool:
+    """Return whether each of FSDP's meshes, for dense parameters and for experts, has only this rank."""
+    meshes = layout.meshes
+    return meshes.fsdp.size() == 1 and (layout.model.moe is None or meshes.fsdp_experts.size() == 1)
+
+
+def _buffers_take_no_more_memory(layout: Layout) -> bool:
+    """Return whether contiguous buffers take no more memory than fsdp2.
+
+    True if the buffers' gradients are no wider than fsdp2's, and no configuration key (float8, cpu_offload,
+    reshard_after_forward) lets fsdp2 hold less than the buffers. fsdp2 accumulates gradients in `storage`. Between
+    microbatches it holds them in the wider of `storage` and `reduce`.
+    """
+    gradient = torch.promote_types(promoted(layout.compute), layout.reduce)
+    held = layout.storage
+    if layout.meshes.degrees.accumulation > 1:
+        held = torch.promote_types(held, layout.reduce)
+    return (
+        held.itemsize >= gradient.itemsize
+        and layout.precision.float8 == "none"
+        and not layout.parallel.cpu_offload
+        and layout.parallel.reshard_after_forward != "always"
+    )
 
 
 def check_names(config: Config, layout: Layout) -> None:

@@ -25,13 +25,12 @@ from torch import Tensor
 from forge.batch import Batch
 from forge.model import Transformer
 from forge.model.norm import promoted
-from forge.parallel.engines.engine import DataParallel
 from forge.parallel.layout import Layout
 from forge.parallel.mesh import new_group
 from forge.parallel.pipeline.plan import PipelinePlan, Stage
 from forge.parallel.pipeline.schedule import Action
 from forge.parallel.pipeline.tied import NAME, Tied
-from forge.parallel.step.model import ParallelModel
+from forge.parallel.step.model import DataParallel, ParallelModel
 from forge.runtime import compat
 from forge.shard import Shard
 

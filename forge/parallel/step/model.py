@@ -1,8 +1,11 @@
-"""`ParallelModel`, the training loop's interface to a model on any layout, and its implementation without a pipeline."""
+"""`ParallelModel`, the training loop's interface to a model on any layout, and its implementation without a pipeline.
+
+`ParallelModel` calls every data-parallel engine in the same way and order, by the interface `DataParallel`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +16,6 @@ from torch import Tensor
 from forge.batch import Batch
 from forge.model import IGNORE, Transformer
 from forge.parallel.context import SequenceSplit
-from forge.parallel.engines.engine import DataParallel
 from forge.parallel.layout import Layout
 from forge.parallel.logits import LargestLogits
 from forge.parallel.step.gradients import sum_gradients
@@ -49,6 +51,62 @@ class Sums:
     @property
     def tokens(self) -> Tensor:
         return self.values[3]
+
+
+class DataParallel(Protocol):
+    """An engine on one model, or on one stage of a model. Every method is collective unless its docstring says otherwise."""
+
+    name: str
+    """The engine's name in the log."""
+    shards: list[Shard]
+    """This rank's shards of the parameters, for the optimizer, in the order of `named_parameters`; available after
+    `allocate`.
+    """
+
+    copies: dict[Tensor, Tensor]
+    """Compute-dtype copies of master parameters: `Shard.parameter` -> the same elements in the model's compute weights.
+
+    Available after `allocate`; empty for an engine without copies.
+    """
+
+    def allocate(self, device: torch.device) -> None:
+        """Give this rank uninitialised storage for its part of the model."""
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        """Prepare for a backward. Call before each forward that has a backward; in a pipeline, just before the backward.
+
+        last: True for the last backward of the optimizer step.
+        """
+
+    def take_weight_gradients(self, *, last: bool) -> None:
+        """Take over weight gradients that a pipeline schedule computed separately from input gradients.
+
+        Call after each such computation. last: True for the last one of the optimizer step.
+        """
+
+    def start_gradient_sync(self) -> None:
+        """Launch the remaining reductions over data ranks. Call after the last backward."""
+
+    def finish_gradient_sync(self) -> None:
+        """Complete the reductions. Afterwards the gradients of `shards` are sums over data ranks."""
+
+    def after_update(self, copied: Collection[Tensor] = ()) -> None:
+        """Make the model use the new values of `shards`. Call after each write to `shards`.
+
+        copied: parameters of `shards` whose compute weights (`copies`) the caller has already written.
+        """
+
+    def zero_gradients(self) -> None:
+        """Discard the gradients."""
+
+    def replicated_tensors(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
+        """Return tensors besides `shards` that must be bit-identical across a group, each as (name, tensor, group)."""
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of device memory held by the engine on this rank, by kind. Not collective."""
+
+    def accumulation_memory_summary(self) -> str:
+        """Return a sentence for the log about the gradient memory held between microbatches. Not collective."""
 
 
 class ParallelModel:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from forge.config import Degrees
 from forge.parallel.engines.buffered.plan import Bucket, Groups, Slot, flat_boxes
-from forge.parallel.engines.engine import DataParallel
 from forge.parallel.layout import local_box
+from forge.parallel.step.model import DataParallel
 from forge.shard import Box, Shard
 
 RankPlace: TypeAlias = Mapping[str, int]
