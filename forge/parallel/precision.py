@@ -74,24 +74,6 @@ def matches_any_depth(pattern: str, name: str) -> bool:
     return match(pattern.split("."), name.split("."))
 
 
-def compute_dtypes(
-    parameters: Collection[nn.Parameter],
-    policy: torch.dtype,
-    pinned: Collection[nn.Parameter] = frozenset(),
-) -> dict[nn.Parameter, torch.dtype]:
-    """Return the compute dtype of each parameter: `policy`, or for pinned parameters the wider of float32 and `policy`.
-
-    Parameters without a floating-point dtype keep their dtype.
-    """
-
-    def resolve(parameter: nn.Parameter) -> torch.dtype:
-        if not parameter.is_floating_point():
-            return parameter.dtype
-        return promoted(policy) if parameter in pinned else policy
-
-    return {parameter: resolve(parameter) for parameter in parameters}
-
-
 @dataclass(frozen=True)
 class Unit:
     """Modules whose parameters FSDP gathers together.
@@ -113,15 +95,22 @@ def plan_units(
     The groups are the embedding, each block, the norm with the head, and last the root. Groups that share a parameter are
     joined. A tied embedding is in the root's group. A group has several units if its parameters have several compute
     dtypes, or if it has routed experts and `experts_apart` is true. Experts whose dtype differs from the rest of the group
-    always have their own unit. A unit comes before the unit that encloses it. Raises UserError if precision.fp32_modules is
-    invalid for the model.
+    always have their own unit. A unit comes before the unit that encloses it.
+
+    The compute dtype is precision.compute, or for modules of precision.fp32_modules the wider of float32 and
+    precision.compute. Raises UserError if precision.fp32_modules is invalid for the model.
     """
     pinned, policy = pinned_parameters(model, precision.fp32_modules), DTYPES[precision.compute]
     groups: list[list[Unit]] = []
     dtypes: dict[nn.Parameter, torch.dtype] = {}
     parts: list[list[nn.Module]] = [*_parts(model), [model]]
     for part in parts:
-        resolved = compute_dtypes([p for p in _parameters(part) if p not in dtypes], policy, pinned)
+        # Parameters without a floating-point dtype keep their dtype.
+        resolved = {
+            p: (promoted(policy) if p in pinned else policy) if p.is_floating_point() else p.dtype
+            for p in _parameters(part)
+            if p not in dtypes
+        }
         groups.append(_units(part, resolved, experts_apart))
         dtypes |= resolved
     if not any(unit.modules == (model,) for unit in groups[-1]):

@@ -12,9 +12,9 @@ from torch import nn
 from forge.config import parse_toml_text
 from forge.parallel.build import build_meta_model
 from forge.parallel.precision import (
+    DTYPES,
     Unit,
     cast_at_borders,
-    compute_dtypes,
     joined_by_parameters,
     matches_any_depth,
     maximal_subtrees,
@@ -44,11 +44,6 @@ def linear(size: int = 4) -> nn.Linear:
     return nn.Linear(size, size, bias=False, device="meta")
 
 
-def resolved(module: nn.Module, policy: torch.dtype, **options: Any) -> dict[str, torch.dtype]:
-    dtypes = compute_dtypes(list(module.parameters()), policy, **options)
-    return {name: dtypes[p] for name, p in module.named_parameters()}
-
-
 @pytest.mark.parametrize(
     ("pattern", "name", "expected"),
     [
@@ -69,22 +64,6 @@ def resolved(module: nn.Module, policy: torch.dtype, **options: Any) -> dict[str
 )
 def test_patterns_are_whole_names_with_a_glob_for_each_component(pattern, name, expected) -> None:
     assert matches_any_depth(pattern, name) is expected
-
-
-def test_non_floating_point_tensors_keep_their_dtype() -> None:
-    net = Net(a=linear())
-    net.register_parameter("table", nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False))
-    assert resolved(net, BF16) == {"table": torch.int64, "a.weight": BF16}
-
-
-def test_a_pin_beats_the_policy() -> None:
-    net = Net(a=linear(), b=linear())
-    assert resolved(net, BF16, pinned={net.a.weight}) == {"a.weight": F32, "b.weight": BF16}
-
-
-def test_a_pin_never_narrows() -> None:
-    net = Net(a=linear())
-    assert resolved(net, F64, pinned={net.a.weight}) == {"a.weight": F64}
 
 
 def test_pins_are_the_parameters_under_the_matched_modules() -> None:
@@ -156,13 +135,13 @@ def test_a_never_called_module_is_replaced_by_its_children() -> None:
 def units(
     net: nn.Module,
     *,
+    pinned: Collection[nn.Parameter] = (),
     ignored: Collection[nn.Parameter] = (),
     changed: dict[nn.Parameter, torch.dtype] | None = None,
-    **options: Any,
 ) -> list[tuple[list[str], torch.dtype]]:
     """Return the units of `net` as names of their modules. changed: compute dtypes that override the rules."""
     names = {module: name for name, module in net.named_modules()}
-    dtypes = compute_dtypes([p for p in net.parameters() if p not in set(ignored)], BF16, **options)
+    dtypes = {p: F32 if p in pinned else BF16 for p in net.parameters() if p not in set(ignored)}
     made = uniform_units([net], dtypes | (changed or {}))
     return [([names[m] for m in unit.modules], unit.compute) for unit in made]
 
@@ -285,6 +264,22 @@ def groups(
         [summary(unit) for unit in group]
         for group in plan_units(net, config.precision, experts_apart=experts_apart)[0]
     ]
+
+
+@pytest.mark.parametrize(
+    ("compute", "pinned"), [("bfloat16", F32), ("float32", F32), ("float64", F64)], ids=str
+)
+def test_pins_compute_in_the_wider_of_float32_and_the_policy(compute: str, pinned: torch.dtype) -> None:
+    text = tiny_config().replace('compute = "float64"', f'compute = "{compute}"')
+    config = parse_toml_text(text.replace("[precision]", '[precision]\nfp32_modules = ["head"]'))
+    net = build_meta_model(config)
+    table = nn.Parameter(torch.zeros(3, dtype=torch.int64, device="meta"), requires_grad=False)
+    net.register_parameter("table", table)
+    dtypes = plan_units(net, config.precision)[1]
+    assert set(dtypes) == set(net.parameters())
+    assert dtypes.pop(net.head.weight) == pinned
+    assert dtypes.pop(table) == torch.int64, "not a floating-point dtype"
+    assert set(dtypes.values()) == {DTYPES[compute]}
 
 
 def test_units_of_a_model_in_one_dtype() -> None:
