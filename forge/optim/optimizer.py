@@ -5,6 +5,7 @@ docs/internals/extending/optimizer.md is the recipe for your own optimizer.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -64,6 +65,14 @@ SHIPPED = {
 }
 
 
+def optimizer_class(name: str) -> Any:
+    """Return the class of a shipped optimizer, or the class at an import path."""
+    if name not in SHIPPED:
+        return load_class(name)
+    module, _, cls = SHIPPED[name].partition(":")
+    return getattr(importlib.import_module(module), cls)
+
+
 def build_optimizer(
     shards: list[Shard],
     config: OptimizerConfig,
@@ -81,7 +90,7 @@ def build_optimizer(
     same elements in the compute dtype. The compiled update writes parameters and copies.
     """
     shards = with_scales(shards, config)
-    make: Any = load_class(SHIPPED.get(config.name, config.name))
+    make: Any = optimizer_class(config.name)
     if compiled is not None:
         from forge.optim.compiled import CompiledAdamW
 

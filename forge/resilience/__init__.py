@@ -1,1 +1,1 @@
-"""Handle stop requests, hangs, stragglers, loss spikes and differing replicas."""
+"""Handle stop requests, hangs, stragglers and differing replicas."""

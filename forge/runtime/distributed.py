@@ -65,7 +65,7 @@ def on_every_rank(what: str, work: Callable[[], Result], group: dist.ProcessGrou
 
 
 @dataclass(frozen=True)
-class Difference:
+class RankDifference:
     """The first difference from the values of the first rank: the other rank, the key, and both values."""
 
     rank: int
@@ -74,7 +74,7 @@ class Difference:
     other: Any
 
 
-def find_difference(what: str, values: Mapping[str, Any]) -> Difference | None:
+def find_difference(what: str, values: Mapping[str, Any]) -> RankDifference | None:
     """Compare `values`, JSON by key, over all ranks. Return the first difference, on every rank; None: none. Collective."""
 
     def digest() -> str:
@@ -88,7 +88,7 @@ def find_difference(what: str, values: Mapping[str, Any]) -> Difference | None:
     known = gather_from_ranks(what, lambda: dict(values) if dist.get_rank() in (0, other) else {})
     first, found = known[0], known[other]
     key = next(key for key in sorted(first.keys() | found.keys()) if first.get(key) != found.get(key))
-    return Difference(other, key, first.get(key), found.get(key))
+    return RankDifference(other, key, first.get(key), found.get(key))
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ from forge.hook import StepResult
 from forge.parallel.step.gradients import GradientReport
 from forge.parallel.step.model import ParallelModel, Sums
 from forge.resilience.digests import Copy, differing_copies
-from forge.resilience.spikes import Limits
 from forge.runtime.causes import Cause
 from forge.runtime.errors import RollbackRequired
-from forge.train.state import Progress
+from forge.train.state import Limits, Progress
 
 log = logging.getLogger(__name__)
 

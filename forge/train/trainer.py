@@ -21,7 +21,6 @@ from forge.parallel.mesh import make_meshes
 from forge.parallel.step.gradients import GradientReport, report_gradients
 from forge.parallel.step.model import Sums
 from forge.resilience.elastic import is_elastic
-from forge.resilience.spikes import SpikeWindow
 from forge.resilience.stopping import StopSignals
 from forge.resilience.watchdog import collective_timeout_s
 from forge.runtime import compat
@@ -30,7 +29,7 @@ from forge.runtime.errors import RollbackRequired
 from forge.train.anomalies import AnomalyPolicy
 from forge.train.model_summary import summarize
 from forge.train.results import StepResults
-from forge.train.state import Progress
+from forge.train.state import Progress, SpikeWindow
 from forge.train.step import apply_gradients, compute_gradients
 
 

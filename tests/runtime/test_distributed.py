@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from forge.runtime.distributed import (
-    Difference,
+    RankDifference,
     RanksFailed,
     find_difference,
     gather_from_ranks,
@@ -209,7 +209,7 @@ def _limit_after_joining(rank: int, world: int) -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def difference(rank: int, world: int) -> list[Difference | None]:
+def difference(rank: int, world: int) -> list[RankDifference | None]:
     equal = find_difference("comparing", {"a": [1, {"b": 2}]})
     missing = find_difference("comparing", {"a": 1} if rank == 1 else {"a": 1, "b": 2})
     other = find_difference("comparing", {"a": 1, "b": float(rank > 1), "c": rank})
@@ -219,4 +219,4 @@ def difference(rank: int, world: int) -> list[Difference | None]:
 @pytest.mark.processes
 def test_the_first_difference_between_ranks_is_known_to_all() -> None:
     for found in run_ranks(difference, 3):
-        assert found == [None, Difference(1, "b", 2, None), Difference(1, "c", 0, 1)]
+        assert found == [None, RankDifference(1, "b", 2, None), RankDifference(1, "c", 0, 1)]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from forge.config import Phases, StepPlan, parse_toml_text
-from forge.resilience.spikes import SpikeWindow
 from forge.tools.verify.plain import plain_model
 from forge.train.phases import apply_plan
+from forge.train.state import SpikeWindow
 from forge.train.trainer import Trainer
 from tests.support.equivalence import tiny_config
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from forge.resilience.spikes import Limits, SpikeWindow
+from forge.train.state import Limits, SpikeWindow
 
 
 def filled(values, size: int = 32, threshold: float = 10.0) -> SpikeWindow:
