@@ -118,7 +118,7 @@ def _node(given: argparse.Namespace) -> int:
         given.gather,
         given.patience,
     )
-    layouts(given.train, node)  # report a mistake before the start, instead of at each restart
+    layouts(given.train, node)  # report a mistake before any rank starts
     return run_agent(node, given.train)
 
 

@@ -46,15 +46,17 @@ def check_float8(config: Config) -> Iterator[Problem]:
 
 def _gathered_in_blocks(config: Config) -> Iterator[Problem]:
     """Yield a problem for each key that forbids precision.float8_all_gather = true with block formats."""
-    if config.precision.float8_all_gather is not True:
+    precision, parallel, mode = config.precision, config.parallel, config.activation_checkpoint.mode
+    if precision.float8_all_gather is not True:
         return
-    parallel, mode = config.parallel, config.activation_checkpoint.mode
+    reshard = parallel.reshard_after_forward
     forbidding = {
         "parallel.data_parallel": parallel.data_parallel in ("ddp", "zero1", "zero2"),
         "parallel.ep": parallel.ep > 1,
-        "parallel.reshard_after_forward": isinstance(parallel.reshard_after_forward, int),
+        "parallel.reshard_after_forward": isinstance(reshard, int)
+        or (precision.float8 == "mxfp8" and (reshard == "never" or (reshard == "auto" and parallel.pp > 1))),
         "compile.enabled": config.compile.enabled,
-        "activation_checkpoint.mode": config.precision.float8 == "mxfp8" and mode not in ("none", "offload"),
+        "activation_checkpoint.mode": precision.float8 == "mxfp8" and mode not in ("none", "offload"),
     }
     for key, forbids in forbidding.items():
         if forbids:
@@ -108,12 +110,14 @@ def _blocks_of_features(config: Config, block: int) -> Iterator[Problem]:
     tp = config.parallel.tp
     if tp == 1 or config.parallel.tp_plan != "auto":
         return
-    sides = {
-        name: side
-        for name, side in _split_features(config.model)
-        if not any(fnmatchcase(f"layers.0.{name}", pattern) for pattern in config.precision.float8_exclude)
-    }
-    whole = {name: side for name, side in sides.items() if side % tp == 0}
+    whole: dict[str, int] = {}
+    for name, side in _split_features(config.model):
+        excluded = any(
+            fnmatchcase(f"layers.0.{name}", pattern) for pattern in config.precision.float8_exclude
+        )
+        # Layers of two kinds may have a layer of one name. A cut one counts.
+        if not excluded and side % tp == 0 and whole.get(name, 0) % (block * tp) == 0:
+            whole[name] = side
     if cut := cut_block(config.precision.float8, whole, tp):
         yield problem("parallel.tp", *cut, "precision.float8")
 

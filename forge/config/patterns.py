@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,14 +22,23 @@ PATTERNS = [
 _LAYERS = re.compile(r"(?<![\w.])layers\.([^.]*[\d?\]][^.]*)")
 
 
-def with_patterns_of(model: ModelConfig, small: Config) -> Config:
-    """Return `small` with the patterns of `patterns_of`."""
-    update: dict[str, Any] = {}
-    for key, value in patterns_of(model, small).items():
-        name, _, last = key.partition(".")
-        section = update.get(name, getattr(small, name))
-        update[name] = type(section).model_validate(section.model_dump() | {last: value})
-    return small.model_copy(update=update)
+def names_layers(config: Config) -> bool:
+    """Return whether a pattern of `config` names layers by number."""
+    layers = range(config.model.n_layers)
+
+    def texts(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            for key, one in value.items():
+                yield key
+                yield from texts(one)
+        elif isinstance(value, list):
+            for one in value:
+                yield from texts(one)
+        elif isinstance(value, str):
+            yield value
+
+    found = (_LAYERS.search(text) for value in _values(config).values() for text in texts(value))
+    return any(one and any(fnmatchcase(str(layer), one[1]) for layer in layers) for one in found)
 
 
 def patterns_of(model: ModelConfig, small: Config) -> dict[str, Any]:
@@ -61,6 +71,10 @@ def patterns_of(model: ModelConfig, small: Config) -> dict[str, Any]:
             return {new: renamed(one) for key, one in value.items() for new in several(key)}
         return value
 
-    tree = small.model_dump(mode="json", exclude_none=True)
-    values = {key: tree[key.split(".")[0]][key.split(".")[1]] for key in PATTERNS}
-    return {key: new for key, value in values.items() if (new := renamed(value)) != value}
+    return {key: new for key, value in _values(small).items() if (new := renamed(value)) != value}
+
+
+def _values(config: Config) -> dict[str, Any]:
+    """Return the values of the keys in PATTERNS."""
+    tree = config.model_dump(mode="json", exclude_none=True)
+    return {key: tree[key.split(".")[0]][key.split(".")[1]] for key in PATTERNS}

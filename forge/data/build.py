@@ -43,7 +43,8 @@ def open_data(config: Config) -> RunData:
     fingerprints = input_fingerprints(dataset, tokenizer)
     if other := find_difference("comparing the data", fingerprints):
         raise UserError(
-            f"rank {other.rank} reads other data than rank 0 (they differ in {other.key}); copy the same files to every node"
+            f"rank {other.rank} reads other data than rank 0: the content of {other.key} differs; copy the same files to "
+            "every node"
         )
     return RunData(dataset, validation, tokenizer, fingerprints)
 

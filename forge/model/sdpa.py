@@ -1,7 +1,7 @@
 """Masks and scaled dot-product attention.
 
-From a mask's one rule, both the dense table (CPU) and the block table (CUDA) are built. The attention function is for
-sequences that are whole on this process, and chooses PyTorch's kernel by mask and device.
+Both tables of a mask, dense (CPU) and block (CUDA), follow from its one rule. The attention function is for sequences
+that are whole on this process. It chooses PyTorch's kernel by mask and device.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class RunDirectory:
         holder then belongs to this launch, it is a rank of an earlier start, perhaps on a lost node, and the wait is
         LOST_RANK_S.
 
-        Raises UserError if a folder is not writable or another run holds the lock (exit 2), or if a rank of an earlier start
-        still holds it (exit 75: a job script may try again).
+        Raises UserError if a folder is not writable or another run holds the lock (exit 2), if the file system failed (exit
+        1), or if a rank of an earlier start still holds the lock (exit 75: a job script may try again).
         """
         for folder in (self.root, self.tensorboard, self.checkpoints, self.logs):
             _require_writable(folder)
@@ -88,7 +88,7 @@ class RunDirectory:
     def find(self, holder: str) -> None:
         """Check, on another node, that `holder` has locked this directory, and that the directory is writable.
 
-        holder: the result of `acquire`. Raises UserError (exit 2) if either check fails.
+        holder: the result of `acquire`. Raises UserError if either check fails.
         """
         try:
             seen = self._lock_path.read_text()

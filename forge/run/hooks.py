@@ -141,9 +141,9 @@ class Epochs(Hook):
 
 
 def time_limit_s(config: Config) -> float:
-    """Return the smaller of `resilience.time_limit_s` and the job's limit, without limits of 0; 0 without any limit.
+    """Return the time limit in seconds: the smaller nonzero one of `resilience.time_limit_s` and FORGE_TIME_LIMIT_S. 0: none.
 
-    scripts/slurm/job.py sets the job's limit in the environment, because config.toml records only the user's.
+    scripts/slurm/job.py sets the variable to the job's limit, because config.toml records only the user's limit.
     """
     limits = config.resilience.time_limit_s, float(os.environ.get("FORGE_TIME_LIMIT_S", "0"))
     return min((limit for limit in limits if limit), default=0.0)
@@ -170,7 +170,7 @@ class StopBeforeTimeLimit(Hook):
             self._trainer.reporter.event("slow_evaluation", step=step - 1, seconds=round(self._known_s, 1))
         if self._limit.near(self._saves.slowest_s):
             self._trainer.request_stop(
-                f"the time limit of {self._limit_s:g} s is near (resilience.time_limit_s)"
+                f"the time limit of {self._limit_s:g} s is near (resilience.time_limit_s or the job's time)"
             )
 
 

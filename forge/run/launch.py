@@ -83,6 +83,7 @@ def _main(argv: list[str], signals: StopSignals) -> int:
         given = config
         config, degrees, fallback = choose_layout(command, given, world.size)
         join(world)
+        refuse_other_config(given)
         degrees = degrees.on_nodes(config, ranks_per_node(world) if degrees.ep > 1 else 0)
         code = run(config, degrees, world, signals, fallback, given)
         dist.destroy_process_group()
@@ -110,11 +111,10 @@ def run(
 ) -> int:
     """Train with `config` on the joined ranks and return this process's exit code. Collective.
 
-    fallback: the entry of `parallel.fallbacks` that was applied; "": none. given: the configuration without it; None:
-    `config`. Raises UserError for errors that the user can fix. Errors in training and its set-up are also written to
-    `status.json`.
+    fallback: the entry of `parallel.fallbacks` that was applied; "": none. given: the configuration without the
+    fallback; None: `config`. Raises UserError for errors that the user can fix. Errors in training and its set-up are
+    also written to `status.json`.
     """
-    refuse_other_config(config)
     hooks = on_every_rank("loading hooks", lambda: load_hooks(config))
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
     holder = on_first_rank(

@@ -1,4 +1,4 @@
-"""The nodes of a run: their configurations, nodes lost and joined in an elastic run, and the cost of each recovery."""
+"""The nodes of a run: equal configurations, ranks per node, nodes lost and joined, and the cost of each recovery."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from forge.config import Config
-from forge.config.keys import to_literal
+from forge.config.keys import lists, tables, to_literal
 from forge.hook import Hook, StepResult
 from forge.observe.json_lines import read_lines
 from forge.observe.report import Reporter
@@ -42,25 +42,26 @@ def report_nodes(reporter: Reporter) -> None:
     reporter.event(kind, nodes=names, lost=lost, joined=joined)
 
 
-# Keys that name folders and files of a node. The same data may have another path on each node.
-_PATHS = ("data.cache_dir", "data.tokenizer", "checkpoint.local_dir", "run.output_dir")
+# Keys of folders and files of a node. The same data may have another path on each node.
+_PATHS = (
+    "data.cache_dir",
+    "data.cache_gib",
+    "data.tokenizer",
+    "evaluate.tasks_path",
+    "checkpoint.local_dir",
+    "run.output_dir",
+)
 
 
 def refuse_other_config(config: Config) -> None:
     """Raise UserError if a rank has another configuration than rank 0, apart from paths. Collective."""
-    tree = config.model_dump(mode="json")
-    for source in (*tree["data"]["sources"], *tree["data"]["validation"]):
-        del source["path"]
     values = {
-        name: value
-        for section, table in tree.items()
-        for name, value in (
-            ((f"{section}.{key}", one) for key, one in table.items())
-            if isinstance(table, dict)
-            else ((section, table),)
-        )
-        if name not in _PATHS
+        f"{section}.{key}": value for section, table in tables(config).items() for key, value in table.items()
     }
+    values |= {name: config.model_dump(mode="json")[name] for name in lists(type(config))}
+    for key in ("data.sources", "data.validation"):
+        values[key] = [{name: one[name] for name in one if name != "path"} for one in values[key]]
+    values = {key: value for key, value in values.items() if key not in _PATHS}
     if other := find_difference("comparing the configurations", values):
         raise UserError(
             f"{other.key} is {to_literal(other.first)} on rank 0 and {to_literal(other.other)} on rank {other.rank}; start "

@@ -76,19 +76,17 @@ class RankDifference:
 
 def find_difference(what: str, values: Mapping[str, Any]) -> RankDifference | None:
     """Compare `values`, JSON by key, over all ranks. Return the first difference, on every rank; None: none. Collective."""
-
-    def digest() -> str:
-        return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
-
-    digests = gather_from_ranks(what, digest)
+    mine = {key: json.dumps(value, sort_keys=True, default=str) for key, value in values.items()}
+    whole = json.dumps(mine, sort_keys=True).encode()
+    digests = gather_from_ranks(what, lambda: hashlib.sha256(whole).hexdigest())
     other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
     if other is None:
         return None
     # Only two ranks send their values, because a large run has thousands of ranks.
-    known = gather_from_ranks(what, lambda: dict(values) if dist.get_rank() in (0, other) else {})
+    known = gather_from_ranks(what, lambda: mine if dist.get_rank() in (0, other) else {})
     first, found = known[0], known[other]
     key = next(key for key in sorted(first.keys() | found.keys()) if first.get(key) != found.get(key))
-    return RankDifference(other, key, first.get(key), found.get(key))
+    return RankDifference(other, key, *(json.loads(one.get(key, "null")) for one in (first, found)))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from forge.runtime import compat
 from forge.runtime.children import die_with_parent
-from forge.runtime.errors import FAILED, UserError
+from forge.runtime.errors import BAD_CONFIG, FAILED, UserError
 from forge.runtime.network import POLL_S, choose_gloo_interface, name_start, slurm_meeting_point
 from forge.runtime.terminal import stderr
 
@@ -190,8 +190,10 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
+        # An elastic agent has chosen the port, and chooses another at its next attempt.
+        code = FAILED if "FORGE_ROUND" in os.environ else BAD_CONFIG
         raise UserError(
-            f"port {port} is in use on {socket.gethostname()}; export another MASTER_PORT."
+            f"port {port} is in use on {socket.gethostname()}; export another MASTER_PORT.", code
         ) from None
     finally:
         silence.cancel()

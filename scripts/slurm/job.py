@@ -189,9 +189,9 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
     history_path = run / "requeues.json"
     history, before, restarts = JobHistory.read(history_path, job), RunSnapshot.read(run), 0
     while True:
-        limited = {} if end is None else {"FORGE_TIME_LIMIT_S": str(time_limit_s(end - time.monotonic()))}
+        limit_s = None if end is None else time_limit_s(end - time.monotonic())
         code = subprocess.run(
-            step(nodes, workers, argv, environment), env=step_environment(workers, environment) | limited
+            step(nodes, workers, argv, environment, limit_s), env=step_environment(workers, environment)
         ).returncode
         code = 128 - code if code < 0 else code
         job_state = _output_of("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip()
@@ -266,8 +266,10 @@ def workers_per_node(environment: Mapping[str, str]) -> int:
     return _output_of("nvidia-smi", "-L").count("GPU ") or 1
 
 
-def step(nodes: int, workers: int, argv: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the srun command of a step with one task per worker."""
+def step(
+    nodes: int, workers: int, argv: list[str], environment: Mapping[str, str], limit_s: int | None = None
+) -> list[str]:
+    """Return the srun command of a step with one task per worker. limit_s: from `time_limit_s`; None: no limit."""
     # A worker's end must not end the others at once, because rank 0 may be writing its crash report. `--wait` ends the
     # remaining workers, but only after SlurmdTimeout, so that Slurm first detects a lost node and requeues the job.
     timeout = re.search(r"SlurmdTimeout\s*=\s*(\d+)", _output_of("scontrol", "show", "config"))
@@ -277,7 +279,9 @@ def step(nodes: int, workers: int, argv: list[str], environment: Mapping[str, st
     options = ["--overcommit", "--cpu-bind=none", "--kill-on-bad-exit=0", f"--wait={wait}"]
     more = shlex.split(environment.get("SRUN_ARGS", ""))
     python = environment.get("PYTHON", sys.executable)
-    return ["srun", *tasks, *options, *more, python, str(HOME / "train.py"), *argv]
+    # In the command, because srun may not export the environment (SRUN_ARGS, SLURM_EXPORT_ENV).
+    limit = [] if limit_s is None else ["env", f"FORGE_TIME_LIMIT_S={limit_s}"]
+    return ["srun", *tasks, *options, *more, *limit, python, str(HOME / "train.py"), *argv]
 
 
 def step_environment(workers: int, environment: Mapping[str, str]) -> dict[str, str]:

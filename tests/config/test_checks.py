@@ -99,6 +99,10 @@ KEY_HEADS = (
             "needs parallel.data_parallel = fsdp2, because the buffers of zero1 cannot hold",
         ),
         (
+            ["--checkpoint.resume=s3://bucket/run/step-00000010"],
+            "must be a path on this machine, not a URL; copy the checkpoint to a local or shared disk, and name the copy",
+        ),
+        (
             ["--precision.float8=tensorwise", "--precision.float8_experts=true"],
             "needs precision.float8 = blockwise or mxfp8, but it is tensorwise; use auto or false",
         ),

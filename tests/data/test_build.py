@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from forge.config import load_config
-from forge.data.build import build_dataset, build_tokenizer, build_validation, input_fingerprints
+from forge.data.build import build_dataset, build_tokenizer, build_validation, input_fingerprints, open_data
 from forge.data.tokenizer import ByteTokenizer
 from forge.runtime.errors import UserError
 from forge.tools.prepare.prepare import Request, prepare
 from forge.tools.prepare.writer import ShardWriter
+from tests.support.harness import run_ranks
 
 CONFIG = """
 [model]
@@ -143,3 +144,21 @@ def test_a_temperature_weighs_sources_by_their_samples(tmp_path):
     dataset = build_dataset(config)
     assert list(dataset.windows.values()) == [9, 3]
     assert list(dataset.weights.values()) == [1.0, 0.333333]
+
+
+def opened(rank, world, folder, other):
+    with pytest.raises(UserError) as caught:
+        open_data(
+            load_config(
+                ["--config", str(folder / "run.toml"), f"--run.seed={rank if other == 'seed' else 0}"]
+            )
+        )
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_a_rank_with_another_copy_of_the_data_is_refused(tmp_path):
+    """A node-local folder may hold another version of a dataset under the same path."""
+    (tmp_path / "run.toml").write_text(CONFIG + 'sources = [{ path = "synthetic" }]\ntokenizer = "bytes"\n')
+    found = run_ranks(opened, 3, tmp_path, "seed")
+    assert len(set(found)) == 1 and found[0].startswith("rank 1 reads other data than rank 0: the content of")

@@ -15,11 +15,13 @@ import pytest
 
 from forge.observe import run_directory
 from forge.observe.run_directory import RunDirectory
+from forge.runtime.causes import Cause
 from forge.runtime.errors import BAD_CONFIG, STOPPED, UserError
 
 HOLD = """
 import os, pathlib, subprocess, sys, time
 from forge.observe.run_directory import RunDirectory
+from forge.runtime.causes import Cause
 directory = RunDirectory(pathlib.Path(sys.argv[1]))
 directory.acquire()
 helpers = []
@@ -67,8 +69,11 @@ def test_s3_the_probe_write_finds_a_read_only_or_full_disk(tmp_path, monkeypatch
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    with pytest.raises(UserError, match=os.strerror(code)):
+    with pytest.raises(UserError, match=os.strerror(code)) as caught:
         RunDirectory(tmp_path).acquire()
+    full = code in (errno.ENOSPC, errno.EDQUOT)
+    assert (caught.value.exit_code, caught.value.cause is Cause.DISK_FULL) == (1 if full else 2, full)
+    assert ("point run.output_dir" in str(caught.value)) != full
 
 
 def test_an_unopenable_lock_file_is_a_user_error(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from forge.config import load_config
 from forge.run.nodes import refuse_other_config
 from forge.runtime.errors import UserError
+from forge.runtime.world import read_world
 from tests.support.harness import run_ranks
 from tests.support.runs import BASE, Run
 
@@ -70,3 +71,21 @@ def compared(rank: int, world: int, *options: str) -> str:
 )
 def test_a_rank_with_another_configuration_is_refused(option: str, message: str) -> None:
     assert run_ranks(compared, 3, option) == [message] * 3
+
+
+def other_rate_on_rank_1() -> None:
+    """Give rank 1 another learning rate, as a node whose command line was typed anew."""
+    from forge.run import launch
+
+    begin = launch.main
+
+    if read_world().rank == 1:
+        launch.main = lambda argv: begin([*argv, "--optimizer.lr=0.125"])
+
+
+@pytest.mark.processes
+def test_a_node_with_another_command_line_is_refused_before_the_run(tmp_path) -> None:
+    run = Run(tmp_path, "--train.steps=2", "--optimizer.lr=0.25")
+    assert run.start(world=2, patch=f"{__name__}:other_rate_on_rank_1").join() == [2, 2]
+    assert "optimizer.lr is 0.25 on rank 0 and 0.125 on rank 1" in run.output()
+    assert not run.path.exists()

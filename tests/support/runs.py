@@ -175,12 +175,12 @@ def _main(
     rank: int, world: int, argv: list[str], environment: dict[str, str], terminal: Path, patch: str
 ) -> None:
     prepare_rank(rank, world, environment, terminal)
-    from forge.run.launch import main
+    from forge.run import launch
 
     if patch:
         module, _, function = patch.partition(":")
         getattr(importlib.import_module(module), function)()
-    os._exit(main(argv))
+    os._exit(launch.main(argv))
 
 
 def reserve_port() -> tuple[socket.socket, dict[str, str]]:

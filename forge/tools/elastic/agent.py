@@ -163,12 +163,14 @@ class _Agent(LocalElasticAgent):
     After the loss of another node, it kills the ranks instead of stopping them. Stopped ranks save before they exit. After
     the loss of a node, the ranks of this node cannot save, because they wait in a collective for the lost ranks.
 
-    It restarts no ranks that refused to start (exit codes 2 and 77), because they would refuse again.
+    It restarts no ranks that refused the first start (exit codes 2 and 77), because they would refuse again. A later refusal
+    may pass, e.g. when shared storage is back.
     """
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        if any(failure.exitcode in REFUSALS for failure in result.failures.values()):
+        first = os.environ.get("FORGE_ROUND") == "0"
+        if first and any(failure.exitcode in REFUSALS for failure in result.failures.values()):
             self._remaining_restarts = 0
         return result
 

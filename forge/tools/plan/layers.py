@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from forge.config import Config, Degrees
-from forge.config.patterns import with_patterns_of
+from forge.config.patterns import names_layers
 from forge.parallel.build import build_meta_model
 from forge.parallel.pipeline import plan_pipeline
 from forge.parallel.pipeline.schedule import Action, Schedule
@@ -97,8 +97,11 @@ class Few:
 def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
     """Return the two small models to trace.
 
-    Return None if the layers are too few or too different. The caller then traces all layers.
+    Return None if the layers are too few or too different, or if a pattern names layers by number. The caller then traces
+    all layers.
     """
+    if names_layers(config):
+        return None
     n_layers = config.model.n_layers
     every = kinds_of_layers(config)
     kinds, ahead = every[:n_layers], every[n_layers:]
@@ -246,7 +249,7 @@ def _smaller(config: Config, few: Few) -> Config:
     if few.ranks > 1:
         update["parallel"] = config.parallel.model_copy(update={"pp": few.ranks})
         update["pipeline"] = config.pipeline.model_copy(update={"layers_per_stage": few.per_stage})
-    return with_patterns_of(config.model, config.model_copy(update=update))
+    return config.model_copy(update=update)
 
 
 def _fewer_ranks(degrees: Degrees, few: Few) -> Degrees:
@@ -278,7 +281,7 @@ def _trace(
 def _shares_work(config: Config, degrees: Degrees) -> bool:
     """Return whether the optimizer assigns whole tensors to ranks. A rank's work is then not linear in its layers.
 
-    A user's optimizer may do so.
+    A user's optimizer counts as one of these, because it may be.
     """
     optimizer = config.optimizer
     shares = optimizer.name == "muon" or ":" in optimizer.name or optimizer.moment_dtype == "int8"

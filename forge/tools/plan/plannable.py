@@ -23,13 +23,16 @@ def plannable(config: Config) -> tuple[Config, list[str]]:
         warnings.append(
             "compile.optimizer: the update is planned without compilation, so it is faster than planned"
         )
-    # A plan on fake tensors cannot read values, and these keys change no memory that the plan counts.
+    # Fake tensors have no values to check and no CUDA. These keys change no memory that the plan counts.
     parallel = config.parallel
     traced = {"async_tp": False, "symmetric_memory": False, "check_gradients": "none"}
     if any(getattr(parallel, key) != value for key, value in traced.items()):
         changes["parallel"] = parallel.model_copy(update=traced)
     if parallel.check_gradients != "none":
         warnings.append("parallel.check_gradients: the time leaves out the check")
+    for key in ("async_tp", "symmetric_memory"):
+        if getattr(parallel, key):
+            warnings.append(f"parallel.{key}: the time leaves out its gain")
     if parallel.cpu_offload:
         warnings.append(
             "parallel.cpu_offload: the time leaves out the copies between host and GPU and the update on the CPU"

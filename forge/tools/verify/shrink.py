@@ -338,7 +338,7 @@ def _layout(config: Config) -> dict[str, Any]:
 
 
 def _left_out(config: Config) -> dict[str, Any]:
-    """Return overrides that turn off compilation, text samples and features whose results depend on the layout."""
+    """Return overrides that turn off features that need a compiler, a package, a kernel or one layout."""
     keys: dict[str, Any] = {"precision.float8": "none"}
     keys |= {"compile.enabled": False, "compile.loss": False, "compile.optimizer": False}
     if config.activation_checkpoint.mode == "memory_budget":

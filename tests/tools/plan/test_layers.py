@@ -217,6 +217,16 @@ def test_as_few_layers_as_show_all_kinds(text: str, world: int, sizes: tuple[int
     assert (found and tuple(one.layers for one in found)) == sizes
 
 
+@pytest.mark.parametrize(
+    ("pattern", "few"), [("*.wq", True), ("layers.*.wq", True), ("layers.[2-4]", False), ("layers.3", False)]
+)
+def test_all_layers_are_traced_if_a_pattern_names_some_by_number(pattern: str, few: bool) -> None:
+    config = parse_toml_text(deep(layers=9))
+    precision = config.precision.model_copy(update={"fp32_modules": (pattern,)})
+    config = config.model_copy(update={"precision": precision})
+    assert (few_layers(config, check_world(config, 1)) is not None) == few
+
+
 @pytest.mark.parametrize("model", ["tie_embeddings = true\n", AHEAD])
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_weights_of_both_ends_of_a_pipeline_are_sent_once_in_a_step(model: str, schedule: str) -> None:

@@ -138,7 +138,7 @@ def test_block_formats_stay_and_two_ranks_have_whole_blocks(name: str, recipe: s
     assert (rounded.model, rounded.train) == (small.model, small.train)
 
 
-def test_what_the_small_run_needs_no_package_or_kernel_for_is_left_out() -> None:
+def test_features_that_need_a_package_or_a_kernel_are_turned_off() -> None:
     options = ["--metrics.wandb=project", "--evaluate.tasks=['arc_easy']", "--precision.float8=mxfp8"]
     options += ["--precision.float8_all_gather=true", "--precision.float8_emulate=false"]
     small, notes = shrink(load_config(["--config=debug", *options]))
