@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from forge.config.phases import without_microbatches
 from forge.observe.json_lines import encode, read_object
 from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError
@@ -215,6 +216,8 @@ class Tracker:
         saved = read_object(self._path).get(self._kind, {})
         record, last = saved.get("record"), int(saved.get("step", -1))
         numbers = {key: value for key, value in self._config.items() if key.startswith(NUMBERS)}
+        if phases := numbers.get("phase"):
+            numbers["phase"] = without_microbatches(phases)
         # A source is known by its fingerprint and share in `inputs`: its path may differ in every job.
         content = {"rollbacks": rollbacks, "inputs": inputs} | numbers
         branch = hashlib.sha256(encode(content)).hexdigest()

@@ -49,6 +49,7 @@ def tracker(
 ) -> Tracker:
     config = {
         "train.steps": 5,
+        "phase": [{"lr": 1e-3, "micro_batch_size": 2}],
         "parallel.tp_plan.layers.*": "column",
         "data.sources": [{"path": "data", "weight": 1.0, "max_epochs": 0.0}],
     } | settings
@@ -138,7 +139,8 @@ def test_after_a_roll_back_a_new_record_has_the_valid_history(tmp_path, behind: 
         ({}, 0, {}, False),
         ({"train.micro_batch_size": 1}, 0, {}, False),
         ({"optimizer.lr": 1e-4}, 0, {}, True),
-        ({"phase": [{"lr": 1e-4}]}, 0, {}, True),
+        ({"phase": [{"lr": 1e-4, "micro_batch_size": 2}]}, 0, {}, True),
+        ({"phase": [{"lr": 1e-3, "micro_batch_size": 1}]}, 0, {}, False),  # set by parallel.fallbacks
         ({"precision.float8": "none"}, 0, {}, True),
         ({"data.document_mask": True}, 0, {}, True),
         ({"data.sources": [{"path": "elsewhere", "weight": 1.0, "max_epochs": 0.0}]}, 0, {}, False),
