@@ -1,7 +1,8 @@
 """Trackers: a run's curves at Weights & Biases or MLflow. A failing tracker never ends or delays a run.
 
 A run of forge has one record in each tracking service: the service's own run. `trackers.json` in the run directory
-contains the record's id and last step. A resumed run continues the record, and adds missing steps from metrics.jsonl.
+contains the record's id, destination and last step. A resumed run continues the record, and adds missing steps from
+metrics.jsonl. With another project, experiment or server, the run gets a new record there with all steps.
 The record may contain steps that no longer belong to the run: after a roll-back, after a resume with another learning
 rate, other data or another precision, or after a new start in the same directory (`checkpoint.resume = none`, or
 another checkpoint). forge then marks the record as superseded, and writes all steps in metrics.jsonl to a new record.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import queue
 import re
 import threading
@@ -23,7 +25,7 @@ from typing import Any, Protocol
 from forge.config.phases import without_microbatches
 from forge.observe.json_lines import encode, read_object
 from forge.runtime.causes import Cause
-from forge.runtime.errors import UserError
+from forge.runtime.errors import UserError, redact
 from forge.runtime.files import replace_atomically
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,9 @@ Curves = tuple[int, Mapping[str, float | None]]
 class Service(Protocol):
     """A record: one run in a tracking service (Weights & Biases or MLflow). Methods may raise any exception."""
 
+    destination: list[str]
+    """The project or experiment, then the server and other places of the record that the environment sets. No secrets."""
+
     def open(self, record: str | None, name: str, config: Mapping[str, Any]) -> str:
         """Continue the service's run with the id `record`; None: create a run. Return the run's id."""
 
@@ -60,6 +65,7 @@ class Wandb:
 
     def __init__(self, where: str, folder: Path):
         self._project, self._folder = where, folder
+        self.destination = [where, *_environment("WANDB_BASE_URL", "WANDB_ENTITY")]
         self._run: Any = None
 
     def open(self, record: str | None, name: str, config: Mapping[str, Any]) -> str:
@@ -95,6 +101,7 @@ class Mlflow:
 
     def __init__(self, where: str, folder: Path):
         self._experiment = where
+        self.destination = [where, *_environment("MLFLOW_TRACKING_URI")]
         self._client: Any = None
         self._id = ""
 
@@ -127,6 +134,11 @@ class Mlflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+def _environment(*names: str) -> list[str]:
+    """Return the values of environment variables without secrets; "" for a variable that is not set."""
+    return [redact(os.environ.get(name, "")) for name in names]
 
 
 def _allowed(name: str) -> str:
@@ -223,6 +235,12 @@ class Tracker:
         branch = hashlib.sha256(encode(content)).hexdigest()
         history_ends |= (saved.get("branch") or self._branch or branch) != branch
         self._branch = branch
+        here = self._service.destination
+        there = saved.get("destination", here)  # an earlier version of forge saved none
+        if record is not None and there != here:
+            message = "metrics.%s: a new record begins in %s; the record %s in %s ends at step %d"
+            log.info(message, self._kind, " ".join(here), record, " ".join(there), last)
+            record = None
         if record is not None and history_ends and last > step:
             self._require_open(record)
             self._service.supersede()
@@ -256,7 +274,8 @@ class Tracker:
 
     def _save(self) -> None:
         with _saving:
-            record = {"record": self._record, "step": self._last, "branch": self._branch}
+            record = {"record": self._record, "destination": self._service.destination}
+            record |= {"step": self._last, "branch": self._branch}
             replace_atomically(self._path, encode(read_object(self._path) | {self._kind: record}))
 
     def _close(self) -> None:

@@ -19,6 +19,7 @@ class Kept:
     """A service that stores points by record. fails: raise on the first log call."""
 
     def __init__(self, fails: bool = False):
+        self.destination = ["project", "server"]
         self.records: dict[str, list[tuple[int, dict[str, float]]]] = {}
         self.superseded: list[str] = []
         self.closed = 0
@@ -89,6 +90,41 @@ def test_a_resumed_run_adds_steps_lost_in_the_kill(tmp_path) -> None:
     second.close()
     assert [step for step, _ in service.records["record-0"]] == [1, 2, 3, 4, 5, 6, 7]
     assert not service.superseded
+
+
+def test_another_destination_gets_a_new_record_with_the_whole_history(tmp_path, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    service, history = Kept(), [(1, {"train/loss": 2.0}), (2, {"train/loss": 3.0})]
+    for step, destination in enumerate((["project", "server"], ["other", "server"], ["other", ""]), 1):
+        service.destination = destination
+        one = tracker(tmp_path, service, history[: step - 1])
+        one.discard_after(step - 1, history_ends=False)
+        write(one, step)
+        one.close()
+    assert [[step for step, _ in points] for points in service.records.values()] == [[1], [1, 2], [1, 2, 3]]
+    assert not service.superseded
+    begun = "metrics.kept: a new record begins in other server; the record record-0 in project server ends at step 1"
+    assert caplog.messages[0] == begun and len(caplog.messages) == 2
+
+
+def test_a_record_of_an_earlier_version_is_continued(tmp_path) -> None:
+    service = Kept()
+    (tmp_path / "trackers.json").write_text(json.dumps({"kept": {"record": "old", "step": 2}}))
+    one = tracker(tmp_path, service)
+    one.discard_after(2, history_ends=False)
+    write(one, 3)
+    one.close()
+    assert list(service.records) == ["old"]
+
+
+def test_a_destination_has_the_server_without_secrets(tmp_path, monkeypatch) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "WANDB_BASE_URL", "WANDB_ENTITY"):
+        monkeypatch.delenv(name, raising=False)
+    assert Mlflow("experiment", tmp_path).destination == ["experiment", ""]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:word@server/path")
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
+    assert Mlflow("experiment", tmp_path).destination == ["experiment", "https://REDACTED@server/path"]
+    assert Wandb("project", tmp_path).destination == ["project", "https://wandb.example", ""]
 
 
 def test_two_trackers_of_a_run_share_its_file(tmp_path, caplog) -> None:
