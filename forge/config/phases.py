@@ -176,13 +176,12 @@ class Phases:
     def sizes(self) -> Iterator[tuple[int, tuple[int, int, int]]]:
         """Yield (number of the phase from 1, (batch size, microbatch size, sequence length)) for each phase.
 
-        A phase with a ramp yields its first batch size, its last one and its increment, because all batch sizes of the ramp
-        are sums of these.
+        A phase with a ramp yields its first and last batch size. A divisor of both divides every batch size of the ramp.
         """
         for number, span in enumerate(self._spans, 1):
             batches = {span.last["global_batch_size"]}
             if "global_batch_size" in span.ramped:
-                batches |= {span.first["global_batch_size"], abs(span.batches[0])}
+                batches.add(span.first["global_batch_size"])
             for batch in sorted(batches):
                 yield number, (batch, span.last["micro_batch_size"], span.last["seq_len"])
 

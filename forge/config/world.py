@@ -69,7 +69,7 @@ def check_world(config: Config, world_size: int) -> Degrees:
         problems = [*_check_degrees(variant, dp_shard), *_check_batch(variant, dp)]
         raise_all(with_values(problems, variant, number))
     if parallel.pp > 1:
-        # Sums of valid batch sizes are divisible like these, but may not suit a schedule.
+        # `variants` has the ends of a ramp. Batches between them are divisible like the ends, but may not suit a schedule.
         for number, batch, micro in Phases(config).ramped_batches():
             raise_all(with_values(check_microbatches(config, batch // (micro * dp)), config, number))
     accumulation = train.global_batch_size // (train.micro_batch_size * dp)

@@ -197,7 +197,18 @@ def test_a_schedule_from_a_file_has_one_number_of_microbatches() -> None:
 
 
 def test_every_size_of_a_ramp_must_fit_the_layout() -> None:
+    """A divisor of both ends divides all batch sizes between them, so the messages name the ends only."""
     config = config_of("--train.steps=20", "--phase=[{until_tokens=3000,global_batch_size=6,ramp='linear'}]")
     check_world(config, 2)
-    with pytest.raises(UserError, match=r"train\.global_batch_size = 2: must be a multiple.*\(in phase 1\)"):
+    with pytest.raises(UserError, match=r"train\.global_batch_size = 6: must be a multiple.*\(in phase 1\)"):
         check_world(config, 4)
+
+
+def test_the_increment_of_a_ramp_is_not_a_batch_size() -> None:
+    ramp = "--phase=[{until_tokens=100000,ramp='linear',global_batch_size=8}]"
+    options = ["--train.steps=20", "--train.global_batch_size=6", "--model.n_layers=4", "--parallel.pp=4"]
+    config = config_of(*options, ramp)
+    assert [sizes[0] for number, sizes in Phases(config).sizes() if number == 1] == [6, 8]
+    check_world(config, 4)
+    with pytest.raises(UserError, match=r"a step has 2;.*\(in phase 1\)"):
+        check_world(config_of(*options, ramp.replace("=8", "=2")), 4)
