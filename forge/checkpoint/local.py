@@ -271,11 +271,11 @@ def write_parts(
             "reading back what was written", lambda: _own_files(part, nodes.rank), group
         )
         exchange(part, _copies(nodes, peers, parts), nodes.rank, group)
-        on_every_rank("copying to peers", lambda: fault_point("local.before_manifest", step), group)
         small = on_first_rank("listing files", lambda: _small_files(part, contents, parts), group)
         on_every_rank("completing the local state", lambda: complete(part, final, small), group)
 
     def complete(part: Path, final: Path, small: dict[str, bytes]) -> None:
+        fault_point("local.before_manifest", step)
         if nodes.leads:
             for name, content in small.items():
                 (part / name).parent.mkdir(parents=True, exist_ok=True)

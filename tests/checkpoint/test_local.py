@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,36 @@ def test_a_failed_state_on_one_rank_fails_on_all_and_the_next_state_is_kept(tmp_
     for name in "ab":
         assert steps(tmp_path / name) == [1, 3]
         assert not list((tmp_path / name).glob(".*"))
+
+
+def agreements(rank: int, world: int, folder: Path) -> list[str]:
+    from forge.runtime import distributed
+
+    tier, found, attempt = tier_of(rank, folder, "ab"), [], distributed._attempt
+
+    def record(what: str, work: Callable[[], object]) -> object:
+        found.append(what)
+        return attempt(what, work)
+
+    distributed._attempt = record
+    assert save(tier, rank, world, 1) is None
+    return found
+
+
+def test_ranks_agree_once_after_each_stage_of_a_state(tmp_path) -> None:
+    """On many nodes each agreement costs a gather over all ranks."""
+    expected = [
+        "preparing the local state",
+        "looking for room",
+        "reading back what was written",
+        "mapping files for the exchange between nodes",
+        "exchanging files between nodes",
+        "listing files",
+        "completing the local state",
+    ]
+    first, other = run_ranks(agreements, 2, tmp_path)
+    # Only the first rank lists files, for all.
+    assert first == expected and other == [one for one in expected if one != "listing files"]
 
 
 def unmappable(rank: int, world: int, folder: Path) -> tuple[str | None, str | None]:
