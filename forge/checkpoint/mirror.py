@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import queue
 import shutil
@@ -55,6 +56,7 @@ class Mirror:
         self._url, self._root, self._keep_last, self._keep_every = url, root, keep_last, keep_every
         self._files = filesystem_of(url)
         self._steps: list[int] | None = None  # known once the index has been read
+        self._kept: float = math.inf  # later steps must leave the index before the next copy
         self._newest, self._count = -1, 0
         self.files = 0
         """Number of files copied so far."""
@@ -119,7 +121,10 @@ class Mirror:
         return links
 
     def forget_after(self, step: int) -> None:
-        """Remove copies of steps after `step` from the index, and remove their manifests. The run repeats these steps."""
+        """Remove copies of steps after `step` from the index, and remove their manifests. The run repeats these steps.
+
+        If the store does not answer, the next copy first tries again.
+        """
         self._newest = min(self._newest, step)
         self._work.put(lambda: self._forget_after(step))
 
@@ -149,6 +154,7 @@ class Mirror:
                 log.error("checkpoint.mirror %s: %s", self._url, error, extra=Cause.MIRROR_FAILED.mark)
 
     def _copy(self, step: int, folder: Path) -> None:
+        self._forget_after(self._kept)  # before the upload, because an abandoned step may be saved again
         target = join(self._url, folders.step_name(step))
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
@@ -179,13 +185,15 @@ class Mirror:
         except FileNotFoundError:
             return False
 
-    def _forget_after(self, step: int) -> None:
+    def _forget_after(self, step: float) -> None:
+        self._kept = min(self._kept, step)
         known = self._known()
-        if any(one > step for one in known):
-            self._write([one for one in known if one <= step])
-            for later in known:
-                if later > step:
-                    self._remove(later, recursive=False)
+        later = [one for one in known if one > self._kept]
+        if later:
+            self._write([one for one in known if one <= self._kept])
+        self._kept = math.inf
+        for one in later:
+            self._remove(one, recursive=False)
 
     def _remove(self, step: int, recursive: bool) -> None:
         """Remove the manifest of a copy that is no longer in the index. A rebuilt index then omits the copy.

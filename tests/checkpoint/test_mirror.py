@@ -252,6 +252,31 @@ def test_a_roll_back_drops_later_copies(tmp_path) -> None:
     assert restore(url(tmp_path), tmp_path / "new") == 25
 
 
+@pytest.mark.parametrize("again", [15, 30], ids=["an earlier step", "an abandoned step"])
+def test_later_copies_that_a_roll_back_could_not_drop_are_dropped_before_the_next_copy(
+    tmp_path, monkeypatch, caplog, again: int
+) -> None:
+    copied(tmp_path, 10, 20, 30)
+    shutil.rmtree(tmp_path / "local")
+    write(tmp_path / "local", again, "again")
+    mirror = Mirror(url(tmp_path), tmp_path / "local", 1, 0)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(403, "Forbidden")
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr("forge.checkpoint.mirror.replace_atomically", refuse)
+        mirror.forget_after(10)
+        wait_for(lambda: "Forbidden" in caplog.text)
+    assert there(tmp_path) == [10, 20, 30]
+    mirror.copy(again)
+    mirror.close()
+    assert there(tmp_path) == [again]
+    assert restore(url(tmp_path), tmp_path / "new") == again
+    name = step_name(again)
+    assert files(tmp_path / "new" / name) == files(tmp_path / "local" / name)
+
+
 def test_a_copy_survives_its_checkpoints_removal_and_a_newer_one_replaces_waiting_ones(
     tmp_path, monkeypatch
 ) -> None:
