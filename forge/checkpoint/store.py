@@ -204,11 +204,11 @@ class Checkpoints:
         self._join()
         loading.load(path, tensors, self._group)
 
-    def set_aside_after(self, step: int) -> list[str]:
+    def set_aside_after(self, step: int, damaged: bool = False) -> list[str]:
         """Rename every checkpoint after `step` (-1: all) to `.aside-step-n`. Return the new names. Collective.
 
-        -1 also renames damaged checkpoints (`.damaged-step-n`). After them, `latest` would refuse a restart of the new
-        history before its first save.
+        damaged: also rename damaged checkpoints (`.damaged-step-n`). After them, `latest` would refuse a restart of a
+        history without a checkpoint in this folder.
         """
         self._join()
 
@@ -220,11 +220,11 @@ class Checkpoints:
                     why = "belongs to another history" if step < 0 else f"is later than step {step}"
                     message = "checkpoint %s %s: renamed to %s"
                     logger.warning(message, self.path(later), why, names[-1], extra=Cause.SET_ASIDE.mark)
-            damaged = folders.set_damaged_aside(self.folder) if step < 0 else []
-            if damaged:
-                message = "damaged checkpoints in %s belong to another history: renamed to %s"
-                logger.warning(message, self.folder, ", ".join(damaged), extra=Cause.SET_ASIDE.mark)
-            return names + damaged
+            renamed = folders.set_damaged_aside(self.folder) if damaged else []
+            if renamed:
+                message = "damaged checkpoints in %s are not part of the history any more: renamed to %s"
+                logger.warning(message, self.folder, ", ".join(renamed), extra=Cause.SET_ASIDE.mark)
+            return names + renamed
 
         return on_first_rank("setting checkpoints aside", rename, self._group)
 

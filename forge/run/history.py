@@ -52,7 +52,13 @@ class History:
         # The order matters. If the run is killed in between, the next start either meets the same fault again or reads
         # the record of the roll-back. A new history is recorded after the old one is set aside, and before the new
         # history's first save.
-        names = self._checkpoints.set_aside_after(start.kept)
+        # A run that does not continue from a checkpoint in its folder sets aside damaged ones too: they would refuse the
+        # next start. A node-local state may be lost, and the next start then must not begin at step 0.
+        point, own = start.point, False
+        if point is not None:
+            in_folder = self._checkpoints.path(point.step)
+            own = point.fetch is not None or point.path.resolve() == in_folder.resolve()
+        names = self._checkpoints.set_aside_after(start.kept, damaged=not own)
         write_rollbacks(reporter.directory, trainer.progress)
         rolled_back = len(trainer.progress.rollbacks)
         origin = start.origin or on_first_rank(

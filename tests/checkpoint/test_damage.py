@@ -77,7 +77,7 @@ def test_s1_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(name, how
 def find_after_a_new_history(rank: int, world: int, folder: str) -> tuple[list[str], int | None]:
     checkpoints = Checkpoints(Path(folder))
     assert checkpoints.latest() == 1
-    aside = checkpoints.set_aside_after(-1)
+    aside = checkpoints.set_aside_after(-1, damaged=True)
     return aside, checkpoints.latest()
 
 

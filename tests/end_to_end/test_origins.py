@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from forge.checkpoint.folders import step_name
-from tests.support.runs import Run, assert_same_history, refused, tensor_files
+from tests.support import spoil
+from tests.support.runs import Run, assert_same_history, flip_a_bit, refused, tensor_files
 
 SLOW = "--optimizer.lr=0.0001"
 
@@ -169,6 +173,33 @@ def test_r6_a_rollback_without_an_own_checkpoint_returns_to_the_origin(tmp_path,
     assert [line["step"] for line in run.metrics()] == list(range(5, 11))
     assert not any(line.get("skipped") for line in run.metrics())
     assert "lacks the training lines" not in run.log()
+
+
+def damage_step_4_and_die_after_the_roll_back() -> None:
+    import forge.run.hooks as hooks
+
+    spoil.samples_32_to_55()
+    seen: list[int] = []
+
+    def on_step(name: str, step: int) -> None:
+        seen.append(step)
+        if step == 6:
+            flip_a_bit(SimpleNamespace(path=Path(os.environ["RUN_UNDER_TEST"])), 4)
+        if seen.count(3) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    hooks.fault_point = on_step
+
+
+def test_r6_a_damaged_checkpoint_does_not_end_a_run_that_has_returned_to_the_origin(tmp_path, source) -> None:
+    options = ["--resilience.max_skipped_steps=3", "--checkpoint.interval=4", "--checkpoint.mode=sync"]
+    run = Run(tmp_path, f"--checkpoint.resume={checkpoint(source, 2)}", *options)
+    patch = "tests.end_to_end.test_origins:damage_step_4_and_die_after_the_roll_back"
+    assert run.start(patch=patch).join() == [-9]
+    assert run.checkpoints() == [".aside-step-00000004"]
+    assert run.start(patch="tests.support.spoil:samples_32_to_55").join() == [0]
+    assert [event["step"] for event in run.events("resumed")] == [2, 2]
+    assert [line["step"] for line in run.metrics()] == list(range(3, 11))
 
 
 def test_roll_backs_before_the_origin_do_not_count_as_failed(tmp_path) -> None:
