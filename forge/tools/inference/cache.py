@@ -50,7 +50,7 @@ class CachedScores:
                 "self.attend as docs/internals/extending/own-model.md shows"
             )
         self._layers: list[Any] = [
-            StateCache(one.attend) if isinstance(one, LinearAttention) else _LayerCache(one.attend)
+            StateCache(one.attend) if isinstance(one, LinearAttention) else _LatentCache(one.attend)
             for one in attentions
         ]
         self._texts: list[list[int]] = []
@@ -71,7 +71,7 @@ class CachedScores:
         )
         if continues:
             tokens = torch.tensor([[text[-1]] for text in seen], device=device)
-            places = Places(last, max(map(len, seen)))
+            places = Places(last[:, None], max(map(len, seen)))
             logits = self._read(tokens, places, torch.zeros_like(last))
         else:
             logits = self._read(padded(seen).to(device), None, last)
@@ -86,29 +86,32 @@ class CachedScores:
         for layer in self._layers:
             layer.places, layer.last = places, last
         with replaced(self._model, _LastScores(last, self._model.config.logit_soft_cap), self._layers):
-            return self._model(tokens, None, None if places is None else places.of_text[:, None])
+            return self._model(tokens, None, None if places is None else places.of_text)
 
 
-class _LayerCache:
+class KeyValueCache:
     """The attention function of one layer. Stores keys and values, `[texts, kv_heads, places, head_dim]` each.
 
-    places: positions of the next call's tokens: one new token per text, attending to the stored keys. None: the next
-    call has whole texts.
+    places: positions of the next call's tokens, which attend to the stored keys. None: the next call has whole texts.
+    The caller may also set `last` or `begin`, as for a linear-attention layer; they have no effect here.
     """
 
     def __init__(self, inner: AttentionFunction):
         self._inner = inner
         self.places: Places | None = None
-        self.last: Tensor | None = None
         self._keys = self._values = torch.empty(0)
+
+    def back_to(self, place: int) -> int:
+        """Return `place`, because a KV cache can continue at any position."""
+        return place
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         if self.places is None:
             return self._inner.prepare(mask, x)
         sees = visible(mask.window, None)
-        queries, keys = self.places.of_text.view(-1, 1, 1, 1), torch.arange(self.places.end, device=x.device)
+        queries, keys = self.places.of_text[:, None, :, None], torch.arange(self.places.end, device=x.device)
         # Without documents, visibility does not depend on the batch and head indices, so any value serves for them.
-        table = sees(queries, queries, queries, keys)  # [texts, 1, 1, places]
+        table = sees(queries, queries, queries, keys)  # [texts, 1, n, places]
         return mask.with_table(table)
 
     def __call__(
@@ -118,10 +121,25 @@ class _LayerCache:
         k, v = self._kept(k, v)
         return self._inner(q, k, v, mask, sinks)
 
+    def _kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v, `[texts, kv_heads, seq, any size]`. Return all keys and values stored so far, in the same layout."""
+        if self.places is None:
+            self._keys, self._values = k.contiguous(), v.contiguous()
+            return k, v
+        places, end = self.places
+        self._keys, self._values = _with_room(self._keys, end), _with_room(self._values, end)
+        at = (torch.arange(len(places), device=places.device)[:, None], slice(None), places)
+        self._keys[at], self._values[at] = k.transpose(1, 2), v.transpose(1, 2)
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+
+class _LatentCache(KeyValueCache):
+    """A KV cache that stores the latents of a `LatentAttention` layer, instead of keys and values."""
+
     def attend_latent(
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """Attend like `LatentAttention`, and cache the latents instead of keys and values.
+        """Store the latents, and attend like `LatentAttention` from q to all stored latents.
 
         A single query per text attends to the cached latents directly (absorbed projections). For whole texts, and under a
         float8 block format, the latents are expanded into keys and values.
@@ -135,17 +153,6 @@ class _LayerCache:
             return self._inner(q, *layer.expand(latent, key), mask, layer.sink_logits())
         return layer.absorbed(self._inner, q, latent, key, mask)
 
-    def _kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v, `[texts, kv_heads, seq, any size]`. Return all keys and values stored so far, in the same layout."""
-        if self.places is None:
-            self._keys, self._values = k.contiguous(), v.contiguous()
-            return k, v
-        places, end = self.places
-        self._keys, self._values = _with_room(self._keys, end), _with_room(self._values, end)
-        at = (torch.arange(len(places), device=places.device), slice(None), places)
-        self._keys[at], self._values[at] = k[:, :, 0], v[:, :, 0]
-        return self._keys[:, :, :end], self._values[:, :, :end]
-
 
 def _with_room(kept: Tensor, places: int) -> Tensor:
     """Return `kept`, `[texts, kv_heads, size, head_dim]`, or a larger copy if its size is less than `places`."""
@@ -153,7 +160,8 @@ def _with_room(kept: Tensor, places: int) -> Tensor:
     if size >= places:
         return kept
     # Fill with zeros: a masked place has weight 0, but 0 times uninitialised memory may be NaN.
-    larger = kept.new_zeros(*kept.shape[:2], size + max(_GROWTH, size // 2), kept.shape[3])
+    room = max(places, size + max(_GROWTH, size // 2))
+    larger = kept.new_zeros(*kept.shape[:2], room, kept.shape[3])
     larger[:, :, :size] = kept
     return larger
 

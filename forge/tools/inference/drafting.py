@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge.model import AttentionFunction, AttentionMask, LinearAttention
+from forge.model import LinearAttention
 from forge.model.loss import head_logits
 from forge.model.mtp import hidden_ahead
-from forge.model.sdpa import visible
+from forge.tools.inference.cache import KeyValueCache
 from forge.tools.inference.scoring import replaced
-from forge.tools.inference.states import TextStates
+from forge.tools.inference.states import Places, TextStates
 
 
 class DraftedScores:
@@ -40,7 +40,7 @@ class DraftedScores:
         self._caches: list[Any] = [
             TextStates(one.attend, len(model.ahead) + 1)
             if isinstance(one, LinearAttention)
-            else _TextCache(one.attend)
+            else KeyValueCache(one.attend)
             for one in attentions
         ]
         self._trunk = self._caches[: len(model.trunk)]
@@ -105,43 +105,13 @@ class DraftedScores:
 
     def _places(self, begin: int, end: int) -> Tensor:
         """Set positions `begin` to `end` - 1 in all caches. Return these positions, int64 `[1, end - begin]`."""
+        places = torch.arange(begin, end, device=self._model.rope_cos.device)[None]
         for cache in self._caches:
-            cache.begin, cache.end = begin, end
-        return torch.arange(begin, end, device=self._model.rope_cos.device)[None]
+            cache.begin, cache.places = begin, Places(places, end) if begin else None
+        return places
 
     def _tensor(self, tokens: list[int]) -> Tensor:
         return torch.tensor([tokens], device=self._model.rope_cos.device)
-
-
-class _TextCache:
-    """The attention function of one layer, for tokens `begin` to `end` - 1 of a text. Caches keys and values."""
-
-    def __init__(self, inner: AttentionFunction):
-        self._inner = inner
-        self.begin = self.end = 0
-        self._keys = self._values = torch.empty(0)
-
-    def back_to(self, place: int) -> int:
-        """Return `place`, because a KV cache can continue at any position."""
-        return place
-
-    def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        if self.begin == 0:
-            return self._inner.prepare(mask, x)
-        index = torch.arange(self.end, device=x.device)
-        queries, keys = index[self.begin :].view(1, 1, -1, 1), index.view(1, 1, 1, -1)
-        table = visible(mask.window, None)(queries, queries, queries, keys)  # [1, 1, tokens, keys]
-        return mask.with_table(table)
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
-    ) -> Tensor:
-        """Cache k and v after the keys and values of earlier tokens, and attend from q to all of them."""
-        if self.begin:
-            k = torch.cat([self._keys[:, :, : self.begin], k], dim=2)
-            v = torch.cat([self._values[:, :, : self.begin], v], dim=2)
-        self._keys, self._values = k, v
-        return self._inner(q, k, v, mask, sinks)
 
 
 class _Hidden(nn.Module):

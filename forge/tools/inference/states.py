@@ -14,7 +14,7 @@ from forge.model.linear_attention import causal_convolution
 
 
 class Places(NamedTuple):
-    """Positions of new tokens, one per text. of_text: int64 `[texts]`. end: upper bound (exclusive) of all positions."""
+    """Positions of n new tokens of each text. of_text: int64 `[texts, n]`. end: upper bound (exclusive) of all positions."""
 
     of_text: Tensor
     end: int
@@ -34,7 +34,7 @@ class StateCache:
         self._inner = inner
         self.places: Places | None = None
         self.last: Tensor | None = None
-        # For each text: position of its last token, [texts]; the last inputs of the convolution, [texts, size, channels]; the
+        # For each text: position of its last token, [texts, 1]; last inputs of the convolution, [texts, size, channels]; the
         # state after the last token.
         self._seen = self._window = self._state = torch.empty(0)
 
@@ -67,16 +67,16 @@ class StateCache:
         padding = (torch.arange(q.shape[1], device=q.device) > self.last[:, None]).unsqueeze(-1)
         gates = log_decay.masked_fill(padding.unsqueeze(-1), 0.0), beta.masked_fill(padding, 0.0)
         out, self._state = chunked_delta_rule(q, k, v.to(q.dtype), *gates, None, size)
-        self._seen = self.last
+        self._seen = self.last[:, None]
         return out
 
     def _advances(self, places: Places) -> Tensor:
         """Return a mask of the texts with a new token since the previous call, bool `[texts, 1, 1]`."""
-        return (places.of_text > self._seen)[:, None, None]
+        return (places.of_text > self._seen)[..., None]
 
 
 class TextStates:
-    """The `Recurrence` of one linear-attention layer, for one text. Reads tokens `begin` to `end` - 1.
+    """The `Recurrence` of one linear-attention layer, for one text. Reads tokens from position `begin`.
 
     Reading starts from the cached state at `begin`. kept: number of most recent tokens whose states are cached. At most
     this many tokens can be taken back.
@@ -84,8 +84,8 @@ class TextStates:
 
     def __init__(self, inner: Recurrence, kept: int):
         self._inner, self._kept = inner, kept
-        self.begin = self.end = 0
-        self._inputs = torch.empty(0)  # of the convolution, [1, end, channels]
+        self.begin = 0
+        self._inputs = torch.empty(0)  # of the convolution, [1, tokens, channels]
         self._states: dict[int, Tensor] = {}  # number of tokens -> state after them
 
     def back_to(self, place: int) -> int:
