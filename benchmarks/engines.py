@@ -41,7 +41,8 @@ from forge.data.loader import Loader
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
-from forge.train.step import optimizer_step
+from forge.parallel.step.gradients import report_gradients
+from forge.train.step import apply_gradients, compute_gradients
 from scripts.options import exit_code_of, positive
 
 ENGINES = ("fsdp2", "zero2", "zero1", "ddp")
@@ -72,7 +73,9 @@ class Engine:
 
     def step(self) -> None:
         lr, max_norm = self._config.optimizer.lr, self._config.train.grad_clip_norm
-        sums, *_ = optimizer_step(self._model, self._optimizer, next(self._batches), lr, max_norm)
+        sums = compute_gradients(self._model, next(self._batches))
+        report = report_gradients(self._model.shards, sums.objective, stop=False)
+        apply_gradients(self._model, self._optimizer, report, lr, max_norm)
         self._losses.append(sums.cross_entropy / sums.tokens)
 
     def sent(self) -> tuple[dict[str, int], float]:

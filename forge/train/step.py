@@ -8,22 +8,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from forge.optim import Optimizer
-from forge.parallel.step.gradients import GradientReport, clip_gradients, report_gradients
+from forge.parallel.step.gradients import GradientReport, clip_gradients
 from forge.parallel.step.model import Batch, ParallelModel, Sums
 from forge.parallel.step.routers import RouterReport
-
-
-def optimizer_step(
-    model: ParallelModel, optimizer: Optimizer, batch: Batch, lr: float, max_norm: float
-) -> tuple[Sums, GradientReport, RouterReport | None]:
-    """Make one step on the global batch. Skip the update if a gradient or the loss is not finite. Collective.
-
-    batch: this data rank's part of the global batch. Return the sums of losses, the gradient report and the routers'
-    report.
-    """
-    sums = compute_gradients(model, batch)
-    report = report_gradients(model.shards, sums.objective, stop=False)
-    return sums, report, apply_gradients(model, optimizer, report, lr, max_norm)
 
 
 def compute_gradients(model: ParallelModel, batch: Batch) -> Sums:

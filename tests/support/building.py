@@ -1,4 +1,4 @@
-"""Build a configuration's model on this rank, with its meshes and batches."""
+"""Build a configuration's model on this rank, with its meshes and batches, and make optimizer steps."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from forge.batch import Batch
 from forge.config import Config, check_world, parse_toml_text
+from forge.optim import Optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.engines.buffered import Buffered
 from forge.parallel.engines.fsdp import FullySharded
 from forge.parallel.layout import Layout, make_layout
 from forge.parallel.mesh import Meshes, make_meshes
+from forge.parallel.step.gradients import report_gradients
+from forge.parallel.step.model import ParallelModel
+from forge.train.step import apply_gradients, compute_gradients
 from tests.support.equivalence import config_batches, wholes
 
 
@@ -37,6 +42,18 @@ def built(text: str, world: int) -> Built:
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), "cpu")
     return Built(build_parallel_model(config, meshes, torch.device("cpu")), config, meshes)
+
+
+def optimizer_step(
+    model: ParallelModel, optimizer: Optimizer, batch: Batch, lr: float, max_norm: float
+) -> None:
+    """Make one step on the global batch. Skip the update if a gradient or the loss is not finite. Collective.
+
+    batch: this data rank's part of the global batch.
+    """
+    sums = compute_gradients(model, batch)
+    report = report_gradients(model.shards, sums.objective, stop=False)
+    apply_gradients(model, optimizer, report, lr, max_norm)
 
 
 def built_on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:

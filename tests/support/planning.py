@@ -27,7 +27,7 @@ from forge.tools.plan import fake
 from forge.tools.plan.hardware import Hardware, Link
 from forge.tools.plan.plannable import plannable
 from forge.tools.plan.stage import StagePlan, plan_stage
-from forge.train.step import optimizer_step
+from tests.support.building import optimizer_step
 from tests.support.equivalence import config_batches, tiny_config
 from tests.support.harness import run_ranks
 from tests.support.layouts import pipeline_text

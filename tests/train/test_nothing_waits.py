@@ -20,7 +20,7 @@ from forge.parallel.build import build_parallel_model
 from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher
 from forge.parallel.mesh import make_meshes
 from forge.tools.verify.shrink import changed, for_layout, rounded_config, shrink
-from forge.train.step import optimizer_step
+from tests.support.building import optimizer_step
 from tests.support.equivalence import config_batches
 from tests.support.harness import run_ranks
 

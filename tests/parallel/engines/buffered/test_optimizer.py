@@ -11,8 +11,8 @@ from forge.optim import build_optimizer
 from forge.optim.compiled import CompiledAdamW, update_elements
 from forge.parallel.step.gradients import clip_gradients, report_gradients
 from forge.shard import Shard
-from forge.train.step import optimizer_step
 from tests.support.buffers import ENGINES, SMALL, build, engine_config
+from tests.support.building import optimizer_step
 from tests.support.equivalence import whole
 from tests.support.harness import run_ranks
 
