@@ -11,8 +11,7 @@ import copy
 import functools
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from forge.config import Config, Phases, check_world
 from forge.data.build import open_data
-from forge.hook import EVENTS, Hook, Hooks, StepResult
+from forge.hook import Hook, Hooks, StepResult
 from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
 from forge.optim import Optimizer
@@ -53,12 +52,12 @@ class _OwnDeviceWorld(World):
         return self.own_device
 
 
-class UserHooks:
+class UserHooks(Hooks):
     """The hooks of a configuration. `UserHooks()` has no hooks, and its methods do nothing."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._kinds: list[tuple[str, type[Hook]]] = []
-        self._each: list[tuple[Hook, Hooks]] = []
         self._seen: dict[TensorKey, list[TensorPiece]] = {}
         self._result: StepResult | None = None
         self._now = ""  # the running hook and its method
@@ -110,20 +109,21 @@ class UserHooks:
         """
         if not self._kinds:
             return
-        self._each = []
         self._result = None
         progress, config = self._trainer.progress, self._trainer.config
         phases = Phases(config)
         progress.step, progress.tokens = step, phases.tokens_after(step)
         progress.last_step_at = phases.tokens_after(step - 1)
         progress.next_sample = progress.order.nth(0, progress.tokens // config.train.seq_len)
+        hooks = []
         for path, kind in self._kinds:
             constructor: Any = kind
             hook: Hook = constructor(self._trainer)
             hook.name = path
-            self._each.append((hook, Hooks([hook])))
+            hooks.append(hook)
+        super().__init__(hooks)
         if step:
-            Hooks([hook for hook, _ in self._each]).load_state(self._saved)
+            self.load_state(self._saved)
         self.call("before_run", step)
 
     def call(self, event: str, *arguments: Any) -> None:
@@ -131,23 +131,14 @@ class UserHooks:
 
         After `before_save`, also take the hooks' state from rank 0. Collective if there are hooks.
         """
-        assert event in EVENTS
-        for hook, alone in self._each:
-            if getattr(type(hook), event) is not getattr(Hook, event):
-                self._now = f"{hook.name}.{event}"
-                self._seen |= self._state("before", event)
-                alone.call(event, *arguments)
-                self._seen |= self._state("after", event)
-        if event == "before_save" and self._each:
-            state = Hooks([hook for hook, _ in self._each]).state()
+        for hook in self._overriding[event]:
+            self._now = f"{hook.name}.{event}"
+            self._seen |= self._state("before", event)
+            Hooks([hook]).call(event, *arguments)
+            self._seen |= self._state("after", event)
+        if event == "before_save" and self._hooks:
+            state = self.state()
             self._saved = on_first_rank("taking the hooks' state", lambda: state)
-
-    @contextmanager
-    def around(self, phase: str, step: int) -> Iterator[None]:
-        """Call the hooks' `before_PHASE`, run the body, and call the hooks' `after_PHASE`."""
-        self.call(f"before_{phase}", step)
-        yield
-        self.call(f"after_{phase}", step)
 
     def launched(
         self, step: int, lr: float, sums: Tensor, norm: Tensor, routers: Mapping[str, Tensor]
@@ -156,7 +147,7 @@ class UserHooks:
 
         sums: `Sums.values` (objective, cross-entropy, z-loss, tokens). routers: `layers.N` -> row of the router report.
         """
-        if not self._each:
+        if not self._hooks:
             return
         progress = self._trainer.progress
         progress.advance(Phases(self._trainer.config).at(progress.tokens))
