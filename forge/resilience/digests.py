@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from forge.runtime import compat
+from forge.runtime.distributed import gather_from_ranks
 
 # Number of elements widened to 64 bits at a time.
 CHUNK = 1 << 20
@@ -50,10 +51,14 @@ def differing_copies(copies: Iterable[Copy], device: torch.device) -> list[str]:
     by_group: dict[ProcessGroup, list[tuple[str, Tensor]]] = {}
     for name, tensor, group in copies:
         by_group.setdefault(group, []).append((name, digest(tensor).to(device)))
-    gathered = {group: _gather([one for _, one in named], group) for group, named in by_group.items()}
+    gathered: dict[ProcessGroup, Tensor] = {}  # digests of all ranks, int64 [ranks, tensors]
     differ = torch.zeros((), dtype=torch.int64, device=device)
-    for digests in gathered.values():
-        differ += (digests != digests[0]).sum()
+    for group, named in by_group.items():
+        own = torch.stack([one for _, one in named])
+        digests = own.new_empty(group.size() * len(own))
+        compat.all_gather_into(digests, own, group).wait()
+        gathered[group] = digests.view(group.size(), len(own))
+        differ += (gathered[group] != gathered[group][0]).sum()
     dist.all_reduce(differ)
     if not differ.item():
         return []
@@ -63,17 +68,8 @@ def differing_copies(copies: Iterable[Copy], device: torch.device) -> list[str]:
         for (name, _), of_ranks in zip(named, gathered[group].T.tolist(), strict=True)
         if len(set(of_ranks)) > 1
     ]
-    of_all: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(of_all, mine)
+    of_all = gather_from_ranks("comparing copies", lambda: mine)
     return list(dict.fromkeys(sentence for some in of_all for sentence in some))
-
-
-def _gather(digests: list[Tensor], group: ProcessGroup) -> Tensor:
-    """Return the digests of all ranks of `group`: int64 `[ranks, tensors]`. Collective."""
-    mine = torch.stack(digests)
-    of_all = mine.new_empty(group.size() * len(mine))
-    compat.all_gather_into(of_all, mine, group).wait()
-    return of_all.view(group.size(), len(mine))
 
 
 def _sentence(name: str, digests: Sequence[int], ranks: Sequence[int]) -> str:

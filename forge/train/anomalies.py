@@ -22,6 +22,7 @@ from forge.parallel.step.gradients import GradientReport
 from forge.parallel.step.model import ParallelModel, Sums
 from forge.resilience.digests import Copy, differing_copies
 from forge.runtime.causes import Cause
+from forge.runtime.distributed import gather_from_ranks
 from forge.runtime.errors import RollbackRequired
 from forge.train.state import Limits, Progress
 
@@ -155,8 +156,7 @@ class AnomalyPolicy:
                 own.append(f"rank {dist.get_rank()}: {shard.name}")
             if len(own) == SHOWN:
                 break
-        gathered: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
+        gathered = gather_from_ranks("finding non-finite gradients", lambda: own)
         return [name for names in gathered for name in names]
 
     def _report_skipped(self, result: StepResult, diagnosis: Diagnosis | None) -> None:

@@ -18,6 +18,7 @@ from forge.optim import Optimizer
 from forge.parallel.step.model import ParallelModel
 from forge.run.restore import load_training_state
 from forge.run.resume import ResumePoint
+from forge.runtime.distributed import gather_from_ranks
 from forge.shard import Shard
 from forge.tools.verify.pieces import TensorKey, TensorPiece, pieces_of, whole
 from forge.train.state import all_tensors
@@ -45,8 +46,8 @@ def save_and_read(
     """
     tensors = all_tensors(model, optimizer)
     save(folder, step, tensors, optimizer)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: (s.global_shape, v.dtype) for name, (s, v) in tensors.items()})
+    own = {name: (shard.global_shape, values.dtype) for name, (shard, values) in tensors.items()}
+    everyone = gather_from_ranks("sharing the formats of tensors", lambda: own)
     formats = {name: value for one in everyone for name, value in one.items()}
     wholes = {
         name: torch.full(tuple(shape), torch.nan if dtype.is_floating_point else -1, dtype=dtype)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from forge.config import Config, check_world, to_toml
 from forge.config.keys import read_toml
 from forge.run.nodes import ranks_per_node
-from forge.runtime.distributed import gather_from_ranks, on_every_rank
+from forge.runtime.distributed import gather_from_ranks, on_every_rank, single_process_group
 from forge.runtime.errors import UserError
 from forge.runtime.world import World, join
 from forge.tools.verify.compare import TOLERANCE, compare_rank, elements, merge
@@ -61,10 +61,9 @@ def verify_in_place(
     text = to_toml(small)
     if digests is None:
         # Hooks and some optimizers need a process group, even in one process.
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        reference = record_plain(text, settings, world.device)
-        drop_unsteady(reference, text, settings, world.device)
-        dist.destroy_process_group()
+        with single_process_group():
+            reference = record_plain(text, settings, world.device)
+            drop_unsteady(reference, text, settings, world.device)
     join(world)
     expected = None
     if digests is not None:
