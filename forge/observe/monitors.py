@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -130,7 +130,8 @@ class Monitors:
     def before_update(self, shards: Sequence[Shard]) -> None:
         """Copy the parameters before the update. The copies fit, because the step's activations are already freed."""
         if "updates" in self._chosen:
-            self._before = [(shard, shard.data.clone()) for shard in _counted(shards)]
+            own = [shard for shard in shards if shard.boxes and shard.is_primary_replica]
+            self._before = [(shard, shard.data.clone()) for shard in own]
 
     def after_update(self, shards: Sequence[Shard]) -> None:
         """Add up the squares of the parameters' changes and of the new parameters. Call after each monitored update."""
@@ -180,7 +181,7 @@ class Monitors:
             found["activations"] = _by_layer(count, rms=(squares / count).sqrt(), max=cut["max activations"])
             if "units" in self._sums:
                 dead, saturated, _ = vector[at:].view(3, -1)
-                found["units"] = _by_layer(self._with_units(), dead=dead, saturated=saturated)
+                found["units"] = _by_layer(torch.ones_like(dead), dead=dead, saturated=saturated)
         if "attention" in self._chosen and not self._compiled:
             entropy, count = cut["sum attention"].unbind(1)
             found["attention"] = _by_layer(count, max_logit=cut["max attention"], entropy=entropy / count)
@@ -194,9 +195,6 @@ class Monitors:
             if name in self._chosen:
                 found[name] = dict(zip(self._rows, norms[name].tolist(), strict=True))
         return {name: values for name, values in found.items() if values}
-
-    def _with_units(self) -> Tensor:
-        return torch.ones(len(self._maxima["activations"]))
 
     def _add_squares(self, name: str, tensors: Sequence[tuple[Shard, Tensor]]) -> None:
         """Add the sum of squares of each shard's tensor to the row of its parameter. name: the monitor.
@@ -374,10 +372,6 @@ def chosen_queries(seq: int, split: Any, device: torch.device) -> tuple[Tensor, 
     own = torch.arange(seq) if split is None else split.indices(seq, torch.device("cpu"))
     where = torch.isin(own, wanted).nonzero().flatten()
     return where.to(device), own[where].to(device)
-
-
-def _counted(shards: Sequence[Shard]) -> Iterator[Shard]:
-    return (shard for shard in shards if shard.boxes and shard.is_primary_replica)
 
 
 def _add(place: Sequence[Tensor], value: Tensor, count: int) -> None:

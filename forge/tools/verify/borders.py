@@ -27,7 +27,7 @@ from forge.parallel.mesh import Meshes
 from forge.tools.verify.pieces import TensorPlace
 
 # Modules without borders. Their tensors have one dimension for batch and sequence, so a rank's part has no known place.
-HIDDEN = (".experts",)
+HIDDEN = ".experts."
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ class Borders:
             self._current.append(current)
             self._handles.append(part.register_forward_pre_hook(current.begin))
             for name, module in part.named_modules():
-                if name and type(module).forward is not nn.Module.forward and not _is_hidden(name):
+                hidden = HIDDEN in f"{name}."
+                if name and type(module).forward is not nn.Module.forward and not hidden:
                     # Record the input before the forward, because a module may write into its input.
                     self._handles.append(module.register_forward_pre_hook(self._input_hook(name, current)))
                     self._handles.append(module.register_forward_hook(self._output_hook(name, current)))
@@ -217,7 +218,3 @@ def _local(value: Any) -> Tensor | None:
 def _recomputing() -> bool:
     """Return whether a backward is running. If so, a forward is a recomputation by activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _is_hidden(name: str) -> bool:
-    return any(f"{part}." in f"{name}." for part in HIDDEN)
