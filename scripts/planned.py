@@ -49,8 +49,10 @@ class Planner:
 
         try:
             if not self._trust:
-                require_trust(parse_toml_text(text, "config.toml", import_classes=False), "config.toml")
-            config = parse_toml_text(text)
+                require_trust(
+                    parse_toml_text(text, "config.toml", stored=True, import_classes=False), "config.toml"
+                )
+            config = parse_toml_text(text, stored=True)
             check_world(config, world)
             config = largest(config)
             return as_json(make_plan(config, check_world(config, world), self._hardware or card_of(device)))

@@ -52,7 +52,7 @@ def read_config(path: Path) -> str:
 
 def saved_config(path: Path) -> Config:
     """Return the saving run's config. Not collective. Classes named in the config are not imported."""
-    return parse_toml_text(read_config(path), str(path / "config.toml"), import_classes=False)
+    return parse_toml_text(read_config(path), str(path / "config.toml"), stored=True, import_classes=False)
 
 
 def trained_config(path: Path) -> Config:

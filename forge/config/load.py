@@ -154,23 +154,27 @@ def load_command(command: CommandLine) -> Config:
     return _validated(values, problems)
 
 
-def parse_toml_text(text: str, source: str = "the config text", *, import_classes: bool = True) -> Config:
+def parse_toml_text(
+    text: str, source: str = "the config text", *, stored: bool = False, import_classes: bool = True
+) -> Config:
     """Return the configuration in the TOML document `text`.
 
-    source: name of the document in messages. import_classes: import classes named by import path and check their keys.
-    False: for the stored configuration of a run. Accept their keys unchecked, and what `check` allows for stored ones.
-    Raises UserError (exit 2) with every error in the text.
+    source: name of the document in messages. stored: the configuration of an existing run; see `check`. import_classes:
+    import classes named by import path and check their keys; False: accept their keys unchecked. Raises UserError (exit 2)
+    with every error in the text.
     """
-    return _validated(_read_text(text, source), [], import_classes)
+    return _validated(_read_text(text, source), [], stored, import_classes)
 
 
-def _validated(values: Values, problems: list[Problem], import_classes: bool = True) -> Config:
+def _validated(
+    values: Values, problems: list[Problem], stored: bool = False, import_classes: bool = True
+) -> Config:
     apply_ladder(values)
     train = values.tree.get("train")
     by_tokens = isinstance(train, dict) and bool(train.get("tokens")) and "steps" not in train
     if isinstance(train, dict) and by_tokens:
         train["steps"] = 1  # until the steps are known
-    config, found = examine(values, import_classes)
+    config, found = examine(values, stored, import_classes)
     raise_all(problems + found)
     assert config is not None
     resolved = with_steps(config)
@@ -181,7 +185,9 @@ def _validated(values: Values, problems: list[Problem], import_classes: bool = T
     return resolved
 
 
-def examine(values: Values, import_classes: bool = True) -> tuple[Config | None, list[Problem]]:
+def examine(
+    values: Values, stored: bool = False, import_classes: bool = True
+) -> tuple[Config | None, list[Problem]]:
     """Return (config, problems found by the schema and by `check`). The config is None if the schema refuses it."""
     config, name = None, ("optimizer", "name")
     refused: dict[KeyPath, Problem | None] = {}
@@ -195,7 +201,7 @@ def examine(values: Values, import_classes: bool = True) -> tuple[Config | None,
         # Also check combinations of the other keys, with a valid value in place of each refused one.
         checked = values.schema.model_validate(_repaired(values, {key_path(path) for path in refused}))
     problems = [one for one in refused.values() if one is not None]
-    for one in check(checked, stored=not import_classes):
+    for one in check(checked, stored):
         compared = [key_path(path) for path in (one.key, *one.others)]
         if not any(path[: len(key)] == key for path in compared for key in map(key_path, refused)):
             problems.append(replace(one, source=values.origin(one.key)))

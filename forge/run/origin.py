@@ -211,7 +211,7 @@ def _changed_settings(config: Config, directory: RunDirectory) -> str:
     except OSError as error:
         raise UserError(f"{directory.config} cannot be read: {error}", FAILED) from None
     try:
-        before = parse_toml_text(text, str(directory.config), import_classes=False)
+        before = parse_toml_text(text, str(directory.config), stored=True, import_classes=False)
     except UserError:
         if saved:
             raise _unknown_settings(directory, "is refused by this version of forge") from None

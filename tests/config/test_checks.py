@@ -233,7 +233,7 @@ def test_a_stored_configuration_that_would_no_longer_start_can_be_opened(
     text = to_toml(load(tmp_path, *LINEAR, "--optimizer.name=muon"))
     assert text.count(valid) == 1
     text = text.replace(valid, not_now)
-    assert parse_toml_text(text, import_classes=False)
+    assert parse_toml_text(text, stored=True)
     with pytest.raises(UserError):
         parse_toml_text(text)
 

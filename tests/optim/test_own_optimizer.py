@@ -112,7 +112,7 @@ def test_its_printed_keys_load_again_with_or_without_its_class(tmp_path) -> None
     assert parse_toml_text(text) == config
     assert config.optimizer.table(Momentum.Keys).momentum == 0.5
     without = text.replace(HERE, "no.such.module")
-    read = parse_toml_text(without, import_classes=False)
+    read = parse_toml_text(without, stored=True, import_classes=False)
     assert to_toml(read) == without.replace("# Keys of the momentum.\n", "")
     with pytest.raises(UserError, match=r"no\.such\.module cannot be imported"):
         parse_toml_text(without)

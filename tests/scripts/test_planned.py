@@ -1,4 +1,4 @@
-"""The plan of an untrusted run imports no module named in its configuration."""
+"""Plans of existing runs: untrusted runs, and runs of an older version."""
 
 from __future__ import annotations
 
@@ -32,3 +32,13 @@ def test_a_run_with_import_paths_is_planned_only_with_trust(tmp_path, monkeypatc
     assert run.plan is not None and "--trust" in run.plan["problem"] and not mark.exists()
     Planner(None, trust=True).add(run)
     assert "--trust" not in str(run.plan)
+
+
+def test_a_run_of_an_older_version_is_planned(tmp_path) -> None:
+    """Today a folder must not begin with ~."""
+    folder: Path = write_run(tmp_path / "run")
+    config = folder / "config.toml"
+    config.write_text('[run]\noutput_dir = "~/runs"\n' + config.read_text())
+    run = read_run(folder)
+    Planner(None).add(run)
+    assert run.plan is not None and "problem" not in run.plan, run.plan

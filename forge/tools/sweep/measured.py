@@ -44,7 +44,9 @@ def measure(path: Path, metric: str, trust: bool = False, embeddings: bool = Tru
         raise UserError(
             f"{path}: is not the directory of a finished run; a scaling law is fitted to final losses"
         )
-    config = parse_toml_text((path / "config.toml").read_text("utf-8"), str(path), import_classes=False)
+    config = parse_toml_text(
+        (path / "config.toml").read_text("utf-8"), str(path), stored=True, import_classes=False
+    )
     if not trust:
         require_trust(config, str(path / "config.toml"), ["model.kind"])
     check_metric(metric, config, f"{path}: the metric {metric}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.config import load_config
+from forge.config import parse_toml_text
 from forge.config.keys import difference
 from forge.config.phases import without_microbatches
 from forge.observe.json_lines import read_lines, read_object
@@ -74,9 +74,11 @@ def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
     for trial in trials:
         for seed in sweep.seeds:
             path = sweep.folder / trial.run_name(seed)
-            if not (path / "config.toml").exists():
+            file = path / "config.toml"
+            if not file.exists():
                 continue
-            made, wanted = load_config(["--config", f"{path}/config.toml"]), config_of(sweep, trial, seed)
+            made = parse_toml_text(file.read_text("utf-8"), str(file), stored=True)
+            wanted = config_of(sweep, trial, seed)
             # The sweep may have been moved, and the run may have used a fallback.
             fallbacks = " ".join(wanted.parallel.fallbacks).split()
             free = {"run.output_dir", *(one.removeprefix("--").partition("=")[0] for one in fallbacks)}

@@ -436,6 +436,18 @@ def test_a_run_that_used_a_fallback_belongs_to_the_sweep(tmp_path) -> None:
         check_runs(sweep_of(tmp_path, keys={"optimizer.lr": [0.1]}, seeds=[0], overrides=other), [trial])
 
 
+def test_a_run_that_an_older_version_started_belongs_to_the_sweep(tmp_path) -> None:
+    """Today a folder must not begin with ~. The folder of the runs does not count as a difference."""
+    sweep = sweep_of(tmp_path, keys={"optimizer.lr": [0.1]}, seeds=[0], overrides=TEN)
+    (trial,) = first_trials(sweep)
+    finish(sweep, trial, "finished")
+    stored = sweep.folder / trial.run_name(0) / "config.toml"
+    folder = json.dumps(config_of(sweep, trial).run.output_dir)
+    assert stored.read_text().count(folder) == 1
+    stored.write_text(stored.read_text().replace(folder, '"~/runs"'))
+    check_runs(sweep, [trial])
+
+
 def test_a_refused_start_of_a_stopped_run_counts_as_failed(tmp_path) -> None:
     """Otherwise a sweep in Slurm would wait for it, and submit it again, for ever."""
     sweep = sweep_of(tmp_path, keys={"optimizer.lr": [0.1]}, seeds=[0], overrides=TEN)
