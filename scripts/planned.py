@@ -28,12 +28,12 @@ class Planner:
 
     def add(self, run: RunRecord) -> None:
         """Set `run.plan` to the output of train.py --plan --json, or to {"problem": reason}. Skip runs that never started."""
-        started = run.events_of("started")
+        started = run.last_event("started")
         text = run.path / "config.toml"
         if not started or not text.is_file():
             return
-        device = str(started[-1].get("environment", {}).get("device", ""))
-        key = text.read_text("utf-8"), int(started[-1].get("world_size", 1)), device
+        device = str(started.get("environment", {}).get("device", ""))
+        key = text.read_text("utf-8"), int(started.get("world_size", 1)), device
         with self._lock:
             if key not in self._known:
                 self._known[key] = self._plan(*key)

@@ -39,17 +39,11 @@ def summary(runs: Sequence[RunRecord]) -> Table:
         ("last loss", lambda run: _last(run.series("loss"))),
         ("tokens", lambda run: _last(run.series("tokens"))),
         ("tokens/s, last", lambda run: _last(run.series("tokens_per_second"))),
-        (
-            "goodput",
-            lambda run: _share(next((e["goodput"] for e in reversed(run.events_of("goodput"))), None)),
-        ),
+        ("goodput", lambda run: _share(run.last_event("goodput").get("goodput"))),
         ("starts", lambda run: len(run.events_of("started"))),
         ("skipped steps", lambda run: len(run.history_events_of("skipped"))),
         ("roll-backs", lambda run: len(run.history_events_of("rolled_back"))),
-        (
-            "world size",
-            lambda run: next((e.get("world_size") for e in reversed(run.events_of("started"))), None),
-        ),
+        ("world size", lambda run: run.last_event("started").get("world_size")),
     ]
     held_out = dict.fromkeys(name for run in runs for name in run.names("eval"))
     cells = [[title, *(of(run) for run in runs)] for title, of in rows]
@@ -215,7 +209,7 @@ def _short(value: Any) -> str:
 
 def _time(runs: Sequence[RunRecord]) -> PageSection:
     """Return the section on goodput: the wall-clock time of each run, in seconds, divided by kind of activity."""
-    spent = {run.name: run.events_of("goodput")[-1]["seconds"] for run in runs if run.events_of("goodput")}
+    spent = {run.name: last["seconds"] for run in runs if (last := run.last_event("goodput"))}
     section = PageSection("Where the time went")
     if spent:
         kinds = list(dict.fromkeys(kind for seconds in spent.values() for kind in seconds))

@@ -38,9 +38,7 @@ class RunRecord:
         """Return (steps, values) of the metrics field at the path `keys`, from all lines where the field is a number."""
         steps, values = [], []
         for line in self.lines:
-            value: Any = line
-            for key in keys:
-                value = value.get(key) if isinstance(value, dict) else None
+            value = _value_at(line, keys)
             if isinstance(value, int | float):
                 steps.append(int(line["step"]))
                 values.append(float(value))
@@ -50,9 +48,7 @@ class RunRecord:
         """Return the keys of the metrics object at the path `keys`. They come from all lines, in order of appearance."""
         found: dict[str, None] = {}
         for line in self.lines:
-            value: Any = line
-            for key in keys:
-                value = value.get(key) if isinstance(value, dict) else None
+            value = _value_at(line, keys)
             if isinstance(value, dict):
                 found.update(dict.fromkeys(value))
         return list(found)
@@ -64,6 +60,10 @@ class RunRecord:
     def events_of(self, *kinds: str) -> list[dict[str, Any]]:
         """Return the events of the kinds `kinds`, in order."""
         return [event for event in self.events if event["event"] in kinds]
+
+    def last_event(self, kind: str) -> dict[str, Any]:
+        """Return the last event of the kind `kind`; {} if there is none."""
+        return next((event for event in reversed(self.events) if event["event"] == kind), {})
 
     def history_events_of(self, *kinds: str) -> list[dict[str, Any]]:
         """Return the events of the kinds `kinds`, in order, without those of a replaced history.
@@ -78,6 +78,14 @@ class RunRecord:
             if event["event"] in kinds:
                 found.append(event)
         return found
+
+
+def _value_at(line: dict[str, Any], keys: Sequence[str]) -> Any:
+    """Return the value at the path `keys`; None if it is missing."""
+    value: Any = line
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def read_run(path: Path) -> RunRecord:

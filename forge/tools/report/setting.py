@@ -39,28 +39,23 @@ def _columns(caption: str, of_runs: dict[str, dict[str, Any]]) -> list[Part]:
 def _layout(runs: Sequence[RunRecord]) -> list[Part]:
     found = {}
     for run in runs:
-        started = run.events_of("started")
-        if started:
-            last = started[-1]
-            engine = run.config.get("parallel", {}).get("data_parallel")
+        if started := run.last_event("started"):
             found[run.name] = {
-                "ranks": last.get("world_size"),
-                "launcher": last.get("launcher"),
-                "engine": engine,
+                "ranks": started.get("world_size"),
+                "launcher": started.get("launcher"),
+                "engine": run.config.get("parallel", {}).get("data_parallel"),
+                **started.get("layout", {}),
             }
-            found[run.name] |= last.get("layout", {})
     return _columns("Degrees of parallelism of the latest start", found)
 
 
 def _memory(runs: Sequence[RunRecord]) -> list[Part]:
     found = {
         run.name: {
-            key.removesuffix("_bytes"): value / GIB
-            for key, value in run.events_of("memory")[-1].items()
-            if key.endswith("_bytes")
+            key.removesuffix("_bytes"): value / GIB for key, value in last.items() if key.endswith("_bytes")
         }
         for run in runs
-        if run.events_of("memory")
+        if (last := run.last_event("memory"))
     }
     return _columns("Memory of rank 0, in GiB", found)
 
@@ -77,8 +72,8 @@ def _planned(runs: Sequence[RunRecord]) -> list[Part]:
         if "problem" in run.plan:
             parts.append(TextBlock(f"{run.name}: no plan", run.plan["problem"]))
             continue
-        planned, events = run.plan["memory"], run.events_of("memory")
-        measured = {kind: events[-1].get(f"{kind}_bytes") for kind in KINDS} if events else {}
+        planned, memory = run.plan["memory"], run.last_event("memory")
+        measured = {kind: memory.get(f"{kind}_bytes") for kind in KINDS} if memory else {}
         rows: list[list[Any]] = []
         for kind in KINDS:
             pair = planned[kind], measured.get(kind)
@@ -121,9 +116,9 @@ def _text(value: Any) -> str:
 
 
 def _environment(runs: Sequence[RunRecord]) -> list[Part]:
-    found = {}
-    for run in runs:
-        started = run.events_of("started")
-        environment = dict(started[-1].get("environment", {})) if started else {}
-        found[run.name] = environment | {"host of rank 0": run.status.get("host")}
+    found = {
+        run.name: run.last_event("started").get("environment", {})
+        | {"host of rank 0": run.status.get("host")}
+        for run in runs
+    }
     return _columns("The latest start", found)
