@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from pydantic import ValidationError
 
 from forge.data.format import DIGEST_BYTES, INDEX, FileRecord, TokenDataset, block_digest, read_index
-from forge.data.packing import PlanIndex
+from forge.data.packing import plans_in
 from forge.runtime.errors import FAILED, UserError
 from forge.runtime.files import is_url
 from forge.runtime.remote import BLOCK_BYTES
@@ -60,16 +59,11 @@ def check_files(dataset: str | Path) -> Iterator[FileCheck]:
         work.append((folder / shard.token_file.name, shard.token_file, sums, 0))
         first = -(-shard.token_file.bytes // BLOCK_BYTES)
         work.append((folder / shard.document_file.name, shard.document_file, sums, first))
-    broken: list[FileCheck] = []
-    plans: dict[Path, PlanIndex] = {}
-    for path in sorted(folder.glob("packing-*.json")):
-        try:
-            plan = PlanIndex.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError):
-            broken.append(FileCheck(path, 0, "cannot be read"))
-            continue
-        plans[path] = plan
-        work += [(folder / file.name, file, None, 0) for file in (plan.sequence_file, plan.piece_file)]
+    plans = plans_in(folder)
+    broken = [FileCheck(path, 0, "cannot be read") for path, plan in plans.items() if plan is None]
+    for plan in plans.values():
+        if plan is not None:
+            work += [(folder / file.name, file, None, 0) for file in (plan.sequence_file, plan.piece_file)]
     damaged = len(broken)
     yield from broken
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -82,7 +76,7 @@ def check_files(dataset: str | Path) -> Iterator[FileCheck]:
         except UserError as error:  # numbers in dataset.json contradict each other
             raise UserError(str(error), FAILED) from None
         for path, plan in plans.items():
-            if plan.dataset != fingerprint:
+            if plan is not None and plan.dataset != fingerprint:
                 yield FileCheck(
                     path, 0, "was made for other content of this dataset; remove it and pack again"
                 )

@@ -52,6 +52,17 @@ class PlanIndex(BaseModel):
     piece_file: FileRecord
 
 
+def plans_in(folder: Path) -> dict[Path, PlanIndex | None]:
+    """Return path -> index of each packing plan in the local folder `folder`, by name; None for an unreadable index."""
+    plans: dict[Path, PlanIndex | None] = {}
+    for path in sorted(folder.glob("packing-*.json")):
+        try:
+            plans[path] = PlanIndex.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            plans[path] = None
+    return plans
+
+
 def plan_name(kind: str, seq_len: int) -> str:
     """Return the file name of a plan's index, without the ending `.json`."""
     return f"packing-{kind}-{seq_len}"

@@ -334,27 +334,21 @@ def find_objects(url: str) -> dict[str, int]:
     """Return URL -> size in bytes of the object `url`, or of each object below it, in order. Empty if there is none."""
     files = filesystem_of(url)
 
-    def find() -> dict[str, Any]:
-        try:
-            return files.find(url, detail=True)
-        except FileNotFoundError as error:
-            if is_transient(error):
-                raise
-            return {}
-
-    found = with_retries(url, find)
-    # Some stores do not list a single object below itself, or list it without its size.
-    if set(found) <= {url}:
-
-        def look() -> dict[str, dict[str, Any]]:
+    def found_by(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        def found_or_empty() -> dict[str, Any]:
             try:
-                return {url: files.info(url)}
+                return look()
             except FileNotFoundError as error:
                 if is_transient(error):
                     raise
                 return {}
 
-        found = with_retries(url, look) or found
+        return with_retries(url, found_or_empty)
+
+    found = found_by(lambda: files.find(url, detail=True))
+    # Some stores do not list a single object below itself, or list it without its size.
+    if set(found) <= {url}:
+        found = found_by(lambda: {url: files.info(url)}) or found
     urls = {(name if is_url(name) else files.unstrip_protocol(name)): found[name] for name in sorted(found)}
     return {name: _size(name, about) for name, about in urls.items()}
 

@@ -8,10 +8,9 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from pydantic import ValidationError
 
 from forge.data.format import START_DTYPE, TokenDataset
-from forge.data.packing import PlanIndex
+from forge.data.packing import plans_in
 from forge.data.permutation import Permutation, key_of
 from forge.data.tokenizer import Tokenizer
 from forge.runtime.remote import join
@@ -95,10 +94,8 @@ def histogram(lengths: np.ndarray) -> str:
 
 def _plans(folder: Path) -> list[tuple[str, str]]:
     found = []
-    for path in sorted(folder.glob("packing-*.json")):
-        try:
-            plan = PlanIndex.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError):
+    for path, plan in plans_in(folder).items():
+        if plan is None:
             found.append((path.name, "cannot be read"))
             continue
         counts = f"{plan.sequences:,} sequences, {plan.cut_documents:,} documents cut"
