@@ -119,19 +119,12 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gather(x.contiguous(), 0, group)
 
 
-def all_to_all(
-    x: Tensor,
-    group: dist.ProcessGroup,
-    receives: list[int] | None = None,
-    sends: list[int] | None = None,
-) -> Tensor:
+def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-to-all: send `x[r]` of x `[ranks, ...]` to rank r; `result[r]` is from rank r.
 
-    Collective. Backward is another all-to-all. With `sends` and `receives`, the first sends[0] rows of x `[sum(sends),
-    ...]` go to rank 0, the next sends[1] rows to rank 1, and so on. The result is `[sum(receives), ...]`, in the order
-    of ranks.
+    Collective. Backward is another all-to-all.
     """
-    return collectives.all_to_all_single_autograd(x.contiguous(), receives, sends, group)
+    return collectives.all_to_all_single_autograd(x.contiguous(), None, None, group)
 
 
 def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:

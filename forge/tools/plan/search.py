@@ -303,19 +303,17 @@ def fewest_ranks(
     config: Config,
     world: int,
     hardware: Hardware,
-    limit: int = 64,
     *,
-    processes: int | None = None,
     allowed: Callable[[int], Callable[[Changes], bool]] = lambda world: lambda changes: True,
 ) -> int | None:
     """Try 2, 4, 8, ... times `world` ranks. Return the first number of ranks with a layout that fits.
 
-    Return None if no number up to `limit` times `world` has such a layout. Only the layouts with the smallest estimated
+    Return None if no number up to 64 times `world` has such a layout. Only the layouts with the smallest estimated
     memory are planned. allowed: number of ranks -> a further condition on a layout's changes.
     """
     size = 2 * world
-    with _pool(processes) as pool:
-        while size <= limit * world:
+    with _pool(None) as pool:
+        while size <= 64 * world:
             legal = layouts(config, size, hardware, allowed=allowed(size))
             least = sorted(legal, key=Corrections([]).bytes)[: ROUND // 2]
             if any(found is not None and found.fits for found in pool(least, hardware)):

@@ -156,15 +156,13 @@ class Heat:
     values: np.ndarray
 
 
-def heat_maps(
-    key: str, maps: Sequence[Heat], unit: str, *, log: bool = True, even: bool = False, columns: int = 3
-) -> str:
+def heat_maps(key: str, maps: Sequence[Heat], unit: str, *, log: bool = True, even: bool = False) -> str:
     """Draw maps side by side, with one colour scale. Return an SVG element.
 
     key: prefix of the ids in the SVG. log: logarithmic colour scale. even: values are multiples of an even share; the colour
-    scale is logarithmic, white at 1, blue below, red above. columns: largest number of maps in a row.
+    scale is logarithmic, white at 1, blue below, red above.
     """
-    columns = min(columns, len(maps))
+    columns = min(3, len(maps))
     rows = -(-len(maps) // columns)
     tall = max(len(one.rows) for one in maps)
     every = np.concatenate([one.values[np.isfinite(one.values)].ravel() for one in maps] or [np.zeros(0)])

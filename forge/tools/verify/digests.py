@@ -47,7 +47,7 @@ class Expected:
         """Return the digests of `record`, the recording of one process with the configuration `text`."""
         steps = [
             {
-                key: (tuple(tensor.shape), digest(tensor, _all_of(tensor.shape)))
+                key: (tuple(tensor.shape), digest(tensor, tuple(slice(0, size) for size in tensor.shape)))
                 for key, tensor in step.items()
             }
             for step in record.steps
@@ -171,10 +171,6 @@ def _pieces(key: TensorKey, ranks: Sequence[Held]) -> Iterator[tuple[int, float,
             if apart > most:
                 found[place] = rank, apart, elements, first
     yield from found.values()
-
-
-def _all_of(shape: Sequence[int]) -> TensorPlace:
-    return tuple(slice(0, size) for size in shape)
 
 
 def _weights(place: slice | tuple[int, ...], seed: int) -> Tensor:
