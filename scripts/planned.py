@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 from forge.runtime.errors import UserError
@@ -29,18 +30,18 @@ class Planner:
     def add(self, run: RunRecord) -> None:
         """Set `run.plan` to the output of train.py --plan --json, or to {"problem": reason}. Skip runs that never started."""
         started = run.last_event("started")
-        text = run.path / "config.toml"
-        if not started or not text.is_file():
+        path = run.path / "config.toml"
+        if not started or not path.is_file():
             return
         device = str(started.get("environment", {}).get("device", ""))
-        key = text.read_text("utf-8"), int(started.get("world_size", 1)), device
+        key = path.read_text("utf-8"), int(started.get("world_size", 1)), device
         with self._lock:
             if key not in self._known:
-                self._known[key] = self._plan(*key)
+                self._known[key] = self._plan(path, *key)
         run.plan = self._known[key]
 
-    def _plan(self, text: str, world: int, device: str) -> dict[str, Any]:
-        from forge.config import check_world, parse_toml_text
+    def _plan(self, path: Path, text: str, world: int, device: str) -> dict[str, Any]:
+        from forge.config import check_world, choose_layout, parse_command_line, parse_toml_text
         from forge.config.extensions import require_trust
         from forge.tools.plan.command import largest
         from forge.tools.plan.hardware import card_of
@@ -53,7 +54,8 @@ class Planner:
                     parse_toml_text(text, "config.toml", stored=True, import_classes=False), "config.toml"
                 )
             config = parse_toml_text(text, stored=True)
-            check_world(config, world)
+            # config.toml does not have the fallback that the start chose.
+            config, *_ = choose_layout(parse_command_line(["--config", str(path)]), config, world)
             config = largest(config)
             return as_json(make_plan(config, check_world(config, world), self._hardware or card_of(device)))
         except UserError as error:

@@ -42,3 +42,14 @@ def test_a_run_of_an_older_version_is_planned(tmp_path) -> None:
     run = read_run(folder)
     Planner(None).add(run)
     assert run.plan is not None and "problem" not in run.plan, run.plan
+
+
+def test_a_run_is_planned_with_the_fallback_for_its_processes(tmp_path) -> None:
+    folder: Path = write_run(tmp_path / "run")
+    config = folder / "config.toml"
+    config.write_text(
+        '[parallel]\ndp_shard = 64\nfallbacks = ["parallel.dp_shard=-1"]\n' + config.read_text()
+    )
+    run = read_run(folder)
+    Planner(None).add(run)
+    assert run.plan is not None and "problem" not in run.plan, run.plan
