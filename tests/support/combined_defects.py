@@ -78,9 +78,9 @@ def expert_biases_on_every_rank() -> None:
 
     compute = Experts.compute
 
-    def several(self: Any, *operands: Any) -> Tensor:
-        *others, bias = operands
-        return compute(self, *others, dist.get_world_size() * bias)
+    def several(self: Any, rows: Any, groups: Any, held: Any) -> Tensor:
+        *others, bias = held
+        return compute(self, rows, groups, (*others, dist.get_world_size() * bias))
 
     Experts.compute = several
 
