@@ -91,8 +91,8 @@ def test_heads_of_any_width(width: int) -> None:
         assert_close(found, sdpa_attention(q, k, v, dense, more), rtol=1e-4, atol=1e-5)
 
 
-def test_flex_attention_on_cuda_may_have_a_graph_for_each_kind_of_layer_and_batch(monkeypatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_flex_attention_on_cuda_may_have_a_graph_for_each_kind_of_layer_and_batch() -> None:
     flex_for.cache_clear()
     flex_for("cpu")
     assert torch._dynamo.config.recompile_limit == 8
