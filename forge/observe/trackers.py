@@ -274,8 +274,12 @@ class Tracker:
 
     def _save(self) -> None:
         with _saving:
-            record: dict[str, Any] = {"record": self._record, "destination": self._service.destination}
-            record |= {"step": self._last, "branch": self._branch}
+            record = {
+                "record": self._record,
+                "destination": self._service.destination,
+                "step": self._last,
+                "branch": self._branch,
+            }
             replace_atomically(self._path, encode(read_object(self._path) | {self._kind: record}))
 
     def _close(self) -> None:

@@ -46,11 +46,13 @@ CONTEXT = (
 )
 
 
-def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False) -> None:
+def compare_for_resume(
+    path: Path, step: int, new: Config, branch: bool = False, shared: Path | None = None
+) -> None:
     """Log the keys that changed since the checkpoint at `path`.
 
     Raises UserError for a change that prevents the run from continuing. branch: True if checkpoint.resume names this
-    checkpoint.
+    checkpoint. shared: folder of the run's checkpoints, if `path` is a node-local state; else None.
     """
     old, new = (_continued(config, path) for config in (saved_config(path), new))
     if branch:
@@ -60,12 +62,12 @@ def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False)
     if refused:
         raise UserError(
             f"{path} cannot be continued with another model or data order:\n{_lines(refused)}\n"
-            f"Set them back, or start a new run (another run.name) with checkpoint.init = {str(path)!r} to keep the weights.",
+            f"Set them back, or {_new_run(path, shared)}.",
             cause=Cause.CHANGED_SETTINGS,
         )
     for key, before, after in changes:
         log.info("changed since %s: %s = %s (was %s)", path.name, key, after, before)
-    _warn_of_jump(path, step, old, new)
+    _warn_of_jump(shared or path.parent, step, old, new)
 
 
 def compare_for_init(path: Path, new: Config) -> None:
@@ -91,11 +93,15 @@ def compare_for_init(path: Path, new: Config) -> None:
         log.warning(message, key, after, before, extra=Cause.NOTE.mark)
 
 
-def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: Config) -> list[str]:
+def check_data(
+    path: Path, before: dict[str, Any], inputs: dict[str, Any], new: Config, shared: Path | None = None
+) -> list[str]:
     """Compare data and tokenizer with those of the checkpoint at `path`. Return one sentence per accepted change.
 
-    before, inputs: fingerprints in the checkpoint and now. new: the run's config. With `checkpoint.allow_changed_data`,
-    changed data are accepted, but not a changed tokenizer. Raises UserError (exit 2) for any other change.
+    before, inputs: fingerprints in the checkpoint and now. new: the run's config. shared: see `compare_for_resume`.
+
+    With `checkpoint.allow_changed_data`, changed data are accepted, but not a changed tokenizer. Raises UserError (exit 2)
+    for any other change.
     """
     changed = [key for key in sorted(set(before) | set(inputs)) if before.get(key) != inputs.get(key)]
     if not changed:
@@ -118,15 +124,25 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
                     else ""
                 )
                 raise UserError(
-                    f"{change}. {back}{remedy}, or start a new run (another run.name) with checkpoint.init = "
-                    f"{str(path)!r} to keep the weights.",
-                    cause=Cause.CHANGED_DATA,
+                    f"{change}. {back}{remedy}, or {_new_run(path, shared)}.", cause=Cause.CHANGED_DATA
                 )
             if change not in changes:
                 changes.append(change)
     for change in changes:
         log.warning("%s", change, extra=Cause.CHANGED_DATA.mark)
     return changes
+
+
+def _new_run(path: Path, shared: Path | None) -> str:
+    """Return the advice to start a new run with the weights of the checkpoint at `path`.
+
+    shared: see `compare_for_resume`. checkpoint.init cannot load a node-local state, so the advice names the newest
+    checkpoint in `shared`.
+    """
+    if shared is not None and not (saved := steps(shared)):
+        return "start a new run (another run.name); the run has no checkpoint for checkpoint.init"
+    newest = path if shared is None else shared / step_name(saved[-1])
+    return f"start a new run (another run.name) with checkpoint.init = {str(newest)!r} to keep the weights"
 
 
 def _as_written(key: str, there: object, now: object, old: Config, new: Config) -> list[tuple[str, str, str]]:
@@ -194,8 +210,11 @@ def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> Non
         )
 
 
-def _warn_of_jump(path: Path, step: int, old: Config, new: Config) -> None:
-    """Warn if the learning rate had begun to decay and would now rise again, e.g. because train.steps was raised."""
+def _warn_of_jump(folder: Path, step: int, old: Config, new: Config) -> None:
+    """Warn if the learning rate had begun to decay and would now rise again, e.g. because train.steps was raised.
+
+    folder: the folder with the checkpoints before `step`.
+    """
     if step >= new.train.steps:
         return  # no further step
     start = decay_start(old.schedule, old.train.steps)
@@ -205,10 +224,8 @@ def _warn_of_jump(path: Path, step: int, old: Config, new: Config) -> None:
     )
     if step <= start or following <= 1.01 * last:
         return
-    before = [number for number in steps(path.parent) if number <= start]
-    remedy = (
-        f"the last checkpoint before the decay is {path.parent / step_name(before[-1])}" if before else ""
-    )
+    before = [number for number in steps(folder) if number <= start]
+    remedy = f"the last checkpoint before the decay is {folder / step_name(before[-1])}" if before else ""
     log.warning(
         "the learning rate jumps from %.3g in step %d to %.3g in step %d: it had decayed since step %d; %s",
         last,

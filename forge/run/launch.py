@@ -224,7 +224,8 @@ def _train(
         reporter.event(Cause.FALLBACK, problem=fallback)
     data = open_data(config)
     if point is not None:
-        for change in check_data(point.path, point.state["inputs"], data.fingerprints, config):
+        inputs = point.state["inputs"]
+        for change in check_data(point.path, inputs, data.fingerprints, config, point.shared):
             reporter.event(Cause.CHANGED_DATA, change=change)
         # A node-local state of the last step is still to be saved as a checkpoint, by `Saves`.
         if point.step >= config.train.steps and point.fetch is None:

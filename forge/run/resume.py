@@ -32,12 +32,14 @@ log = logging.getLogger(__name__)
 class ResumePoint:
     """The checkpoint that a run continues, and its JSON state.
 
-    fetch: copies the checkpoint's files to this node (see `load`); None: the node can read all files at `path`.
+    fetch: copies the checkpoint's files to this node (see `load`); None: the node can read all files at `path`. shared:
+    folder of the run's checkpoints, if `path` is a node-local state, which no key of [checkpoint] can name; else None.
     """
 
     path: Path
     state: dict[str, Any]
     fetch: Fetch | None = None
+    shared: Path | None = None
 
     @property
     def step(self) -> int:
@@ -121,15 +123,24 @@ def _is_in(path: Path, folder: Path) -> bool:
     return path.parent == folder.resolve() and step_of(path.name) is not None
 
 
-def resume_point(path: Path, config: Config, branch: bool = False, fetch: Fetch | None = None) -> ResumePoint:
-    """Return the checkpoint at `path` as a resume point. Raises UserError if `config` cannot continue the checkpoint."""
-    point = ResumePoint(path, read_state(path), fetch)
+def resume_point(
+    path: Path,
+    config: Config,
+    branch: bool = False,
+    fetch: Fetch | None = None,
+    shared: Path | None = None,
+) -> ResumePoint:
+    """Return the checkpoint at `path` as a resume point. Raises UserError if `config` cannot continue the checkpoint.
+
+    fetch, shared: see `ResumePoint`.
+    """
+    point = ResumePoint(path, read_state(path), fetch, shared)
     if "progress" not in point.state:
         raise UserError(
             f"checkpoint.resume = {config.checkpoint.resume!r}: the checkpoint was imported, so it has weights but no "
             "history to continue; begin a new history with checkpoint.init"
         )
-    compare_for_resume(path, point.step, config, branch)
+    compare_for_resume(path, point.step, config, branch, shared)
     return point
 
 

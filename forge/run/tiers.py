@@ -108,7 +108,12 @@ class Tiers:
         )
         if (step := self._newest(local, shared, reporter)) is None:
             return None
-        point = resume_point(local.path(step), self._config, fetch=lambda names: local.fetch(step, names))
+        point = resume_point(
+            local.path(step),
+            self._config,
+            fetch=lambda names: local.fetch(step, names),
+            shared=self._checkpoints.folder,
+        )
         return Start(point, kept=step)
 
     def _newest(self, local: LocalTier, shared: int, reporter: Reporter) -> int | None:

@@ -110,6 +110,33 @@ def test_no_jump_no_warning(tmp_path, caplog, step: int, options: list[str]) -> 
     assert not [record for record in caplog.records if record.levelno == logging.WARNING]
 
 
+@pytest.mark.parametrize("saved", [[60, 80], []], ids=["with checkpoints", "without checkpoints"])
+def test_advice_at_a_start_from_a_node_local_state_names_a_checkpoint(
+    tmp_path, caplog, saved: list[int]
+) -> None:
+    """checkpoint.init and checkpoint.resume cannot load a node-local state."""
+    options = [*DECAYING, "--train.steps=100"]
+    local, shared = tmp_path / "local", tmp_path / "shared"
+    local.mkdir()
+    shared.mkdir()
+    checkpoint(local, 70, *options)
+    state = checkpoint(local, 90, *options)
+    for step in saved:
+        checkpoint(shared, step, *options)
+    compare_for_resume(state, 90, config(*DECAYING, "--train.steps=200"), shared=shared)
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    before = f"the last checkpoint before the decay is {shared / step_name(80)}"
+    assert warning.endswith(before if saved else "no checkpoint before the decay is left")
+    with pytest.raises(UserError) as refused:
+        compare_for_resume(state, 90, config(*options, "--run.seed=9"), shared=shared)
+    with pytest.raises(UserError) as changed:
+        check_data(state, {"data.tokenizer": "a"}, {"data.tokenizer": "b"}, config(*options), shared)
+    advice = f"with checkpoint.init = '{shared / step_name(80)}' to keep the weights."
+    for error in (refused, changed):
+        none = "(another run.name); the run has no checkpoint for checkpoint.init."
+        assert str(error.value).endswith(advice if saved else none)
+
+
 SOURCES = "--data.sources=[{path='a',weight=1.0},{path='b',weight=2.0,max_epochs=4.0}]"
 FINGERPRINTS = {
     "data.sources[0].path": "aaaa",

@@ -101,6 +101,19 @@ def test_a_refused_start_keeps_the_states(tmp_path) -> None:
     assert run.events("resumed")[0]["step"] == newest
 
 
+def test_a_refused_start_from_a_state_advises_a_checkpoint_that_a_new_run_can_load(tmp_path) -> None:
+    options = ["--checkpoint.interval=4", "--checkpoint.mode=sync", "--checkpoint.local_interval=1"]
+    run, place, option = kept(tmp_path, *options)
+    killed(run, option, step=8)  # a save waits for the one before it, so the state of step 6 is complete
+    advice = f"with checkpoint.init = '{run.path / 'checkpoints' / step_name(4)}'"
+    for change in (
+        "--run.seed=9",
+        '--data.sources=[{path="synthetic",weight=1.0},{path="synthetic",weight=2.0}]',
+    ):
+        assert run(option, change) == 2
+        assert f"{place}/{name_of(run)}/" in run.output() and advice in run.output()
+
+
 def test_a_state_is_continued_if_the_newest_checkpoint_is_damaged(tmp_path) -> None:
     run, place, option = kept(tmp_path, "--checkpoint.interval=4", "--checkpoint.mode=sync")
     killed(run, option, step=10)
