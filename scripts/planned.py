@@ -54,8 +54,12 @@ class Planner:
                     parse_toml_text(text, "config.toml", stored=True, import_classes=False), "config.toml"
                 )
             config = parse_toml_text(text, stored=True)
-            # config.toml does not have the fallback that the start chose.
-            config, *_ = choose_layout(parse_command_line(["--config", str(path)]), config, world)
+            try:
+                check_world(config, world)
+            except UserError:  # the start chose a fallback, which config.toml does not have
+                config, *_ = choose_layout(parse_command_line(["--config", str(path)]), config, world)
+                if not self._trust:
+                    require_trust(config, "config.toml")
             config = largest(config)
             return as_json(make_plan(config, check_world(config, world), self._hardware or card_of(device)))
         except UserError as error:

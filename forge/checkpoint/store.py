@@ -222,7 +222,7 @@ class Checkpoints:
                     logger.warning(message, self.path(later), why, names[-1], extra=Cause.SET_ASIDE.mark)
             renamed = folders.set_damaged_aside(self.folder) if damaged else []
             if renamed:
-                message = "damaged checkpoints in %s are not part of the history any more: renamed to %s"
+                message = "damaged checkpoints in %s do not belong to the current history: renamed to %s"
                 logger.warning(message, self.folder, ", ".join(renamed), extra=Cause.SET_ASIDE.mark)
             return names + renamed
 

@@ -49,14 +49,14 @@ def _gathered_in_blocks(config: Config) -> Iterator[Problem]:
     precision, parallel, mode = config.precision, config.parallel, config.activation_checkpoint.mode
     if precision.float8_all_gather is not True:
         return
-    reshard = parallel.reshard_after_forward
+    reshard, mx = parallel.reshard_after_forward, precision.float8 == "mxfp8"
     forbidding = {
         "parallel.data_parallel": parallel.data_parallel in ("ddp", "zero1", "zero2"),
         "parallel.ep": parallel.ep > 1,
-        "parallel.reshard_after_forward": isinstance(reshard, int)
-        or (precision.float8 == "mxfp8" and (reshard == "never" or (reshard == "auto" and parallel.pp > 1))),
+        "parallel.reshard_after_forward": isinstance(reshard, int) or (mx and reshard == "never"),
+        "parallel.pp": mx and reshard == "auto" and parallel.pp > 1,
         "compile.enabled": config.compile.enabled,
-        "activation_checkpoint.mode": precision.float8 == "mxfp8" and mode not in ("none", "offload"),
+        "activation_checkpoint.mode": mx and mode not in ("none", "offload"),
     }
     for key, forbids in forbidding.items():
         if forbids:

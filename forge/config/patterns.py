@@ -24,7 +24,8 @@ _LAYERS = re.compile(r"(?<![\w.])layers\.([^.]*[\d?\]][^.]*)")
 
 def names_layers(config: Config) -> bool:
     """Return whether a pattern of `config` names layers by number."""
-    layers = range(config.model.n_layers)
+    # The blocks of multi-token prediction are numbered after the layers.
+    layers = range(config.model.n_layers + config.model.mtp_depth)
 
     def texts(value: Any) -> Iterator[str]:
         if isinstance(value, dict):

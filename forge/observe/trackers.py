@@ -48,7 +48,7 @@ class Service(Protocol):
     """A record: one run in a tracking service (Weights & Biases or MLflow). Methods may raise any exception."""
 
     destination: list[str]
-    """The project or experiment, then the server and other places of the record that the environment sets. No secrets."""
+    """The project or experiment, then the values of the variables that select the server, without secrets."""
 
     def open(self, record: str | None, name: str, config: Mapping[str, Any]) -> str:
         """Continue the service's run with the id `record`; None: create a run. Return the run's id."""
@@ -102,6 +102,8 @@ class Mlflow:
     def __init__(self, where: str, folder: Path):
         self._experiment = where
         self.destination = [where, *_environment("MLFLOW_TRACKING_URI")]
+        if re.fullmatch(r"|sqlite:///[^/].*", self.destination[1]):  # a file in the current folder
+            self.destination.append(os.getcwd())
         self._client: Any = None
         self._id = ""
 

@@ -141,7 +141,7 @@ class Epochs(Hook):
 
 
 def time_limit_s(config: Config) -> float:
-    """Return the time limit in seconds: the smaller nonzero one of `resilience.time_limit_s` and FORGE_TIME_LIMIT_S. 0: none.
+    """Return the smaller of `resilience.time_limit_s` and FORGE_TIME_LIMIT_S in seconds, ignoring zeros. 0: no limit.
 
     scripts/slurm/job.py sets the variable to the job's limit, because config.toml records only the user's limit.
     """

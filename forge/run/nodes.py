@@ -42,8 +42,8 @@ def report_nodes(reporter: Reporter) -> None:
     reporter.event(kind, nodes=names, lost=lost, joined=joined)
 
 
-# Keys of folders and files of a node. The same data may have another path on each node.
-_PATHS = (
+# Keys that may differ between nodes. The same data may have another path on each node.
+_OF_NODES = (
     "data.cache_dir",
     "data.cache_gib",
     "data.tokenizer",
@@ -54,19 +54,24 @@ _PATHS = (
 
 
 def refuse_other_config(config: Config) -> None:
-    """Raise UserError if a rank has another configuration than rank 0, apart from paths. Collective."""
+    """Raise UserError if a rank has another configuration than rank 0, apart from _OF_NODES and paths. Collective."""
     values = {
         f"{section}.{key}": value for section, table in tables(config).items() for key, value in table.items()
     }
     values |= {name: config.model_dump(mode="json")[name] for name in lists(type(config))}
     for key in ("data.sources", "data.validation"):
         values[key] = [{name: one[name] for name in one if name != "path"} for one in values[key]]
-    values = {key: value for key, value in values.items() if key not in _PATHS}
+    # Only keys that are set: a section may be absent on a rank.
+    values = {key: value for key, value in values.items() if value is not None and key not in _OF_NODES}
     if other := find_difference("comparing the configurations", values):
         raise UserError(
-            f"{other.key} is {to_literal(other.first)} on rank 0 and {to_literal(other.other)} on rank {other.rank}; start "
+            f"{other.key} is {_shown(other.first)} on rank 0 and {_shown(other.other)} on rank {other.rank}; start "
             "all ranks with the same configuration and options"
         )
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else to_literal(value)
 
 
 class Recovery(Hook):

@@ -154,6 +154,26 @@ KEY_HEADS = (
             'cannot be true with activation_checkpoint.mode = "full"; use auto or false',
         ),
         (
+            [
+                *("--precision.float8=mxfp8", "--precision.float8_all_gather=true"),
+                "--parallel.reshard_after_forward=never",
+            ],
+            'cannot be true with parallel.reshard_after_forward = "never"; use auto or false',
+        ),
+        (
+            ["--precision.float8=mxfp8", "--precision.float8_all_gather=true", "--parallel.pp=2"],
+            "cannot be true with parallel.pp = 2; use auto or false",
+        ),
+        (
+            [
+                *("--precision.float8=mxfp8", "--parallel.tp=2", "--model.layer_pattern=['linear','full']"),
+                *("--model.linear_attention.n_key_heads=2", "--model.linear_attention.n_value_heads=2"),
+                *("--model.linear_attention.key_head_dim=32", "--model.linear_attention.value_head_dim=16"),
+                *("--model.head_dim=64", "--model.n_kv_heads=2"),
+            ],
+            "leaves 16 features of attention.wv on each rank",
+        ),
+        (
             ["--precision.float8=mxfp8", "--train.seq_len=128", "--parallel.cp=2", "--model.attention=mla"],
             'attention.wkv_b to float8; add "*.wkv_b" to precision.float8_exclude, or use 1',
         ),

@@ -146,13 +146,9 @@ def test_a_temperature_weighs_sources_by_their_samples(tmp_path):
     assert list(dataset.weights.values()) == [1.0, 0.333333]
 
 
-def opened(rank, world, folder, other):
+def opened(rank, world, folder):
     with pytest.raises(UserError) as caught:
-        open_data(
-            load_config(
-                ["--config", str(folder / "run.toml"), f"--run.seed={rank if other == 'seed' else 0}"]
-            )
-        )
+        open_data(load_config(["--config", str(folder / "run.toml"), f"--run.seed={rank}"]))
     return str(caught.value)
 
 
@@ -160,5 +156,5 @@ def opened(rank, world, folder, other):
 def test_a_rank_with_another_copy_of_the_data_is_refused(tmp_path):
     """A node-local folder may hold another version of a dataset under the same path."""
     (tmp_path / "run.toml").write_text(CONFIG + 'sources = [{ path = "synthetic" }]\ntokenizer = "bytes"\n')
-    found = run_ranks(opened, 3, tmp_path, "seed")
+    found = run_ranks(opened, 3, tmp_path)
     assert len(set(found)) == 1 and found[0].startswith("rank 1 reads other data than rank 0: the content of")

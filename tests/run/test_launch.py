@@ -64,6 +64,11 @@ def compared(rank: int, world: int, *options: str) -> str:
         ("--run.output_dir=elsewhere", ""),
         ('--data.validation=[{path="elsewhere",name="python"}]', ""),
         (
+            "--model.rope_scaling={kind='yarn',factor=4.0,original_max_position=64}",
+            "model.rope_scaling.beta_fast is not set on rank 0 and 32.0 on rank 2; start all ranks with the same "
+            "configuration and options",
+        ),
+        (
             "--optimizer.lr=0.125",
             "optimizer.lr is 0.003 on rank 0 and 0.125 on rank 2; start all ranks with the same configuration and options",
         ),

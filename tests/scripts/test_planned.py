@@ -17,6 +17,11 @@ from tests.support.recorded import write_run
         ("[model]\n", '[model]\nkind = "stranger_plan:Own"\n'),
         ("[optimizer]\n", '[optimizer]\nname = "stranger_plan:Own"\n'),
         ("[optimizer]\n", '[parallel]\ntp_plan = "stranger_plan:own"\n[optimizer]\n'),
+        (
+            "[optimizer]\n",
+            "[parallel]\ndp_shard = 64\n"
+            'fallbacks = ["parallel.dp_shard=-1 parallel.tp_plan=stranger_plan:own"]\n[optimizer]\n',
+        ),
     ],
 )
 def test_a_run_with_import_paths_is_planned_only_with_trust(tmp_path, monkeypatch, old, new) -> None:

@@ -281,7 +281,7 @@ def _trace(
 def _shares_work(config: Config, degrees: Degrees) -> bool:
     """Return whether the optimizer assigns whole tensors to ranks. A rank's work is then not linear in its layers.
 
-    A user's optimizer counts as one of these, because it may be.
+    A user's optimizer may do so, so return True for it.
     """
     optimizer = config.optimizer
     shares = optimizer.name == "muon" or ":" in optimizer.name or optimizer.moment_dtype == "int8"

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from forge.config import Config, Degrees, check_world
 from forge.config.checks import check
+from forge.config.patterns import names_layers
 from forge.model import flops_per_token, parameter_counts
 from forge.parallel.build import build_meta_model
 from forge.parallel.precision import DTYPES
@@ -272,10 +273,13 @@ def _even(config: Config, degrees: Degrees) -> bool:
 def traceable(layout: CandidateLayout) -> bool:
     """Return whether a search can afford to trace the layout.
 
-    True if a few layers represent the model, or if it has at most eight layers.
+    True if a few layers represent the model, if it has at most eight layers, or if a pattern names layers by number. No
+    layout of such a model is represented by a few layers.
     """
     config, degrees = layout.config, layout.degrees
-    return config.model.n_layers <= 8 or few_layers(with_experts_first(config, degrees), degrees) is not None
+    if config.model.n_layers <= 8 or names_layers(config):
+        return True
+    return few_layers(with_experts_first(config, degrees), degrees) is not None
 
 
 def least_state(config: Config, degrees: Degrees, model: Model) -> float:

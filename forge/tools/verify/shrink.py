@@ -338,7 +338,7 @@ def _layout(config: Config) -> dict[str, Any]:
 
 
 def _left_out(config: Config) -> dict[str, Any]:
-    """Return overrides that turn off features that need a compiler, a package, a kernel or one layout."""
+    """Return overrides that turn off features that need a compiler, package or kernel, or depend on the layout."""
     keys: dict[str, Any] = {"precision.float8": "none"}
     keys |= {"compile.enabled": False, "compile.loss": False, "compile.optimizer": False}
     if config.activation_checkpoint.mode == "memory_budget":

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from forge.config import check_world, parse_toml_text
+from forge.config.patterns import names_layers
 from forge.tools.plan import fake, layers
 from forge.tools.plan.growth import Growth, _calls
 from forge.tools.plan.hardware import Hardware
@@ -225,6 +226,13 @@ def test_all_layers_are_traced_if_a_pattern_names_some_by_number(pattern: str, f
     precision = config.precision.model_copy(update={"fp32_modules": (pattern,)})
     config = config.model_copy(update={"precision": precision})
     assert (few_layers(config, check_world(config, 1)) is not None) == few
+
+
+def test_a_block_of_multi_token_prediction_is_named_by_number() -> None:
+    config = parse_toml_text(deep(layers=9, model=AHEAD))
+    for pattern, named in (("layers.9.*", True), ("layers.99.*", False)):
+        precision = config.precision.model_copy(update={"fp32_modules": (pattern,)})
+        assert names_layers(config.model_copy(update={"precision": precision})) == named
 
 
 @pytest.mark.parametrize("model", ["tie_embeddings = true\n", AHEAD])

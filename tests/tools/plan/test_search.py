@@ -56,6 +56,13 @@ def test_fitting_layouts_come_first_sorted_by_speed(capsys) -> None:
     assert [one.needed > 2**17 for one in nearest] == [True]
 
 
+@pytest.mark.long
+def test_a_config_whose_patterns_name_layers_by_number_is_searched() -> None:
+    config = parse_toml_text(deep(plan_text(), 9))
+    precision = config.precision.model_copy(update={"fp32_modules": ("layers.3",)})
+    assert search(config.model_copy(update={"precision": precision}), 1, BARE, tries=1, processes=1)
+
+
 def test_among_equally_fast_layouts_the_fewest_axes_come_first() -> None:
     def found(seconds: float, **degrees: int) -> Any:
         axes = SimpleNamespace(**({"tp": 1, "cp": 1, "ep": 1, "pp": 1} | degrees))
