@@ -79,7 +79,7 @@ def test_a_rank_with_another_configuration_is_refused(option: str, message: str)
 
 
 def other_rate_on_rank_1() -> None:
-    """Give rank 1 another learning rate, as a node whose command line was typed anew."""
+    """Give rank 1 another learning rate, as on a node whose command was typed again."""
     from forge.run import launch
 
     begin = launch.main
