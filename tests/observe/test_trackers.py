@@ -120,7 +120,11 @@ def test_a_record_of_an_earlier_version_is_continued(tmp_path) -> None:
 def test_a_destination_has_the_server_without_secrets(tmp_path, monkeypatch) -> None:
     for name in ("MLFLOW_TRACKING_URI", "WANDB_BASE_URL", "WANDB_ENTITY"):
         monkeypatch.delenv(name, raising=False)
-    assert Mlflow("experiment", tmp_path).destination == ["experiment", ""]
+    monkeypatch.chdir(tmp_path)
+    assert Mlflow("experiment", tmp_path).destination == ["experiment", "", str(tmp_path)]
+    for uri, in_folder in (("sqlite:///a.db", True), ("sqlite:////data/a.db", False)):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        assert Mlflow("experiment", tmp_path).destination == ["experiment", uri, *[str(tmp_path)] * in_folder]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:word@server/path")
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
     assert Mlflow("experiment", tmp_path).destination == ["experiment", "https://REDACTED@server/path"]
