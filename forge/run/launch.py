@@ -261,16 +261,22 @@ def _train(
     reporter.begun(step, path, of=config.train.steps, new=new, replaced_after=replaced_after)
     signals.defer()
     stopped = trainer.train(all_hooks, history.roll_back)
-    if kept.mirror and stopped is None:
-        mirrors = [hook.mirror for hook in all_hooks if isinstance(hook, MirrorSaves)]
+    _wait_for_stores(config, all_hooks, stopped is None, reporter, signals)
+    reporter.step = trainer.progress.step
+    return stopped
+
+
+def _wait_for_stores(
+    config: Config, hooks: list[Hook], finished: bool, reporter: Reporter, signals: StopSignals
+) -> None:
+    """Wait for the hooks of the first rank, which copy to the mirror and to trackers. Collective."""
+    if config.checkpoint.mirror and finished:
+        mirrors = [hook.mirror for hook in hooks if isinstance(hook, MirrorSaves)]
         bound_s = config.resilience.save_timeout_s
         wait_for_mirror(mirrors, reporter, bound_s, lambda: signals.reason is not None)
     else:
-        # The hooks of the first rank may still wait for the mirror or a tracker. Its launcher would kill it soon after
-        # the end of another rank.
+        # The launcher would kill the first rank soon after the end of another rank.
         on_first_rank("ending the run", lambda: None)
-    reporter.step = trainer.progress.step
-    return stopped
 
 
 def _report_done(config: Config, start: Start, step: int, reporter: Reporter) -> None:
