@@ -125,19 +125,21 @@ def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
     The value of a key in an absent section is None. Secrets in URLs are redacted and do not count as a difference.
     """
-    before, after = (
-        {
-            f"{section}.{name}": redact_all(value)
-            for section, table in tables(config).items()
-            for name, value in table.items()
-        }
-        | redact_all(dict(_lists_of(config)))
-        for config in (old, new)
-    )
+    before, after = redacted_values(old), redacted_values(new)
     names = keys(type(old)) | keys(type(new)) | before | after
     return [
         (name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)
     ]
+
+
+def redacted_values(config: Config) -> dict[str, Any]:
+    """Return dotted key -> value, and name -> value of `lists`. Leave out absent sections; redact secrets in URLs."""
+    values = {
+        f"{section}.{name}": redact_all(value)
+        for section, table in tables(config).items()
+        for name, value in table.items()
+    }
+    return values | redact_all(dict(_lists_of(config)))
 
 
 def to_toml(config: Config) -> str:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from forge.config import Config
-from forge.config.keys import lists, tables, to_literal
+from forge.config.keys import redacted_values, to_literal
 from forge.hook import Hook, StepResult
 from forge.observe.json_lines import read_lines
 from forge.observe.report import Reporter
@@ -55,10 +55,7 @@ _OF_NODES = (
 
 def refuse_other_config(config: Config) -> None:
     """Raise UserError if a rank has another configuration than rank 0, apart from _OF_NODES and paths. Collective."""
-    values = {
-        f"{section}.{key}": value for section, table in tables(config).items() for key, value in table.items()
-    }
-    values |= {name: config.model_dump(mode="json")[name] for name in lists(type(config))}
+    values = redacted_values(config)
     for key in ("data.sources", "data.validation"):
         values[key] = [{name: one[name] for name in one if name != "path"} for one in values[key]]
     # Only keys that are set: a section may be absent on a rank.

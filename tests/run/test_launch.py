@@ -69,6 +69,11 @@ def compared(rank: int, world: int, *options: str) -> str:
             "configuration and options",
         ),
         (
+            "--checkpoint.mirror=s3://user:word@bucket/run",
+            'checkpoint.mirror is "" on rank 0 and "s3://REDACTED@bucket/run" on rank 2; start all ranks with the same '
+            "configuration and options",
+        ),
+        (
             "--optimizer.lr=0.125",
             "optimizer.lr is 0.003 on rank 0 and 0.125 on rank 2; start all ranks with the same configuration and options",
         ),
