@@ -114,10 +114,11 @@ class Reporter:
             cause = {"cause": kind} if isinstance(kind, Cause) else {}
             self._events.append(time=utc_now(), event=kind, **cause | fields)
 
-    def started(self, layout: dict[str, Any], restarted: bool) -> None:
+    def started(self, layout: dict[str, Any], data_parallel: str, restarted: bool) -> None:
         """Report that the ranks are connected and will train with this layout.
 
-        restarted: True if the launcher has restarted the ranks.
+        layout: the degree of each axis. data_parallel: `parallel.data_parallel`, which a fallback may have set. restarted:
+        True if the launcher has restarted the ranks.
         """
         world, about = self.world, environment(self.world.device)
         self.event(
@@ -127,6 +128,7 @@ class Reporter:
             launch=world.launch,
             restarted=restarted,
             layout=layout,
+            data_parallel=data_parallel,
             environment=about,
         )
         if self._fallback:

@@ -209,7 +209,7 @@ def _train(
     if world.rank == 0:
         earlier = read_earlier(directory, reporter.before, restarted, world.launch)
     reporter.running()
-    reporter.started(vars(degrees), earlier.restarted)
+    reporter.started(vars(degrees), config.parallel.data_parallel, earlier.restarted)
     report_nodes(reporter)
     fault_point("set-up", 0)
 

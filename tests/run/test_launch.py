@@ -42,10 +42,16 @@ def test_closed_standard_streams_are_no_error_and_no_file_takes_their_descriptor
 @pytest.mark.processes
 def test_config_toml_keeps_the_layout_for_the_usual_number_of_processes(tmp_path) -> None:
     run = Run(
-        tmp_path, "--train.steps=2", "--parallel.dp_shard=4", '--parallel.fallbacks=["parallel.dp_shard=2"]'
+        tmp_path,
+        "--train.steps=2",
+        "--parallel.dp_shard=4",
+        '--parallel.fallbacks=["parallel.dp_shard=2 parallel.data_parallel=zero1"]',
     )
     assert run(world=2) == 0
-    assert load_config(["--config", str(run.path / "config.toml")]).parallel.dp_shard == 4
+    kept = load_config(["--config", str(run.path / "config.toml")]).parallel
+    assert (kept.dp_shard, kept.data_parallel) == (4, "fsdp2")
+    [started] = run.events("started")
+    assert (started["layout"]["dp_shard"], started["data_parallel"]) == (2, "zero1")
 
 
 def compared(rank: int, world: int, *options: str) -> str:

@@ -76,6 +76,7 @@ def write_run(
             "world_size": 2,
             "launcher": "torchrun",
             "layout": layout,
+            "data_parallel": "zero1",
             "environment": environment,
         },
         {"event": "fresh", "step": 0, "path": None},

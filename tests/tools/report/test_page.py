@@ -102,6 +102,11 @@ def test_a_planned_number_stands_beside_the_measured_one(page: str) -> None:
     assert "no class &lt;Own&gt;" in page
 
 
+def test_the_engine_is_the_one_of_the_start_and_not_of_the_configuration(page: str) -> None:
+    row = re.search(r"engine</th>(.*?)</tr>", page)
+    assert row is not None and set(re.findall(r"<td[^>]*>([^<]*)</td>", row[1])) == {"zero1"}
+
+
 def test_a_plan_of_no_known_hardware_has_no_time(tmp_path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     run.plan = PLAN | {"time": None}
