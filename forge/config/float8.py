@@ -31,6 +31,7 @@ def check_float8(config: Config) -> Iterator[Problem]:
         yield from _blocks_of_tokens(config, BLOCKS[precision.float8])
         yield from _blocks_of_features(config, BLOCKS[precision.float8])
         yield from _partial_gradients(config)
+        yield from _experts_without_kernel(config)
         return
     if precision.float8_experts is True:
         needed = f"needs precision.float8 = blockwise or mxfp8, but it is {precision.float8}"
@@ -103,6 +104,17 @@ def _partial_gradients(config: Config) -> Iterator[Problem]:
         )
         remedy = 'add "*.wkv_b" to precision.float8_exclude, or use 1'
         yield problem("parallel.cp", parts, remedy, "precision.float8", "model.attention")
+
+
+def _experts_without_kernel(config: Config) -> Iterator[Problem]:
+    """Yield a problem if routed experts use blockwise without emulation, because no GPU has a kernel for them."""
+    precision = config.precision
+    excluded = any(fnmatchcase("layers.0.feed_forward.experts", p) for p in precision.float8_exclude)
+    converted = config.model.moe is not None and precision.float8_experts is not False and not excluded
+    if precision.float8 == "blockwise" and precision.float8_emulate is False and converted:
+        kernel = "cannot be false with blockwise, because no GPU has a kernel for routed experts in it"
+        remedy = "use auto, which emulates their products, or set precision.float8_experts = false"
+        yield problem("precision.float8_emulate", kernel, remedy, "precision.float8", "model.moe")
 
 
 def _blocks_of_features(config: Config, block: int) -> Iterator[Problem]:

@@ -107,6 +107,17 @@ KEY_HEADS = (
             "needs precision.float8 = blockwise or mxfp8, but it is tensorwise; use auto or false",
         ),
         (
+            [
+                "--precision.float8=blockwise",
+                "--precision.float8_emulate=false",
+                "--model.moe.n_experts=4",
+                "--model.moe.top_k=2",
+                "--model.moe.expert_dim=128",
+            ],
+            "cannot be false with blockwise, because no GPU has a kernel for routed experts in it; use auto, which emulates "
+            "their products, or set precision.float8_experts = false",
+        ),
+        (
             ["--precision.float8=mxfp8", "--train.seq_len=160", "--parallel.cp=2"],
             "must be a multiple of 4 * 32 = 128, so that each of 4 parts of a sequence has whole blocks of 32 tokens; "
             "use 128 or 256",
