@@ -90,20 +90,22 @@ def _blocks_of_tokens(config: Config, block: int) -> Iterator[Problem]:
 
 
 def _partial_gradients(config: Config) -> Iterator[Problem]:
-    """Yield a problem for context parallelism with latent attention in float8, unless "*.wkv_b" is excluded.
+    """Yield a problem for allgather context parallelism with latent attention in float8, unless "*.wkv_b" is excluded.
 
     Every cp rank expands all gathered latents to keys and values with wkv_b. In backward, each rank has only a partial
     sum of the gradient of these keys and values. Quantising partial sums differs from quantising their total, so
     results would depend on cp.
     """
     excluded = any(fnmatchcase("layers.0.attention.wkv_b", p) for p in config.precision.float8_exclude)
-    if config.parallel.cp > 1 and config.model.latent is not None and not excluded:
+    gathers = config.parallel.cp > 1 and config.parallel.context == "allgather"
+    if gathers and config.model.latent is not None and not excluded:
         parts = (
             "would change the results, because each rank would round only a partial sum of the gradients of "
             "attention.wkv_b to float8"
         )
-        remedy = 'add "*.wkv_b" to precision.float8_exclude, or use 1'
-        yield problem("parallel.cp", parts, remedy, "precision.float8", "model.attention")
+        remedy = 'add "*.wkv_b" to precision.float8_exclude, or use parallel.context = ring or ulysses'
+        others = "parallel.context", "precision.float8", "model.attention"
+        yield problem("parallel.cp", parts, remedy, *others)
 
 
 def _experts_without_kernel(config: Config) -> Iterator[Problem]:

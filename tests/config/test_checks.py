@@ -186,7 +186,8 @@ KEY_HEADS = (
         ),
         (
             ["--precision.float8=mxfp8", "--train.seq_len=128", "--parallel.cp=2", "--model.attention=mla"],
-            'attention.wkv_b to float8; add "*.wkv_b" to precision.float8_exclude, or use 1',
+            'attention.wkv_b to float8; add "*.wkv_b" to precision.float8_exclude, or use '
+            "parallel.context = ring or ulysses",
         ),
         (
             ["--parallel.cpu_offload=true", "--parallel.data_parallel=ddp"],

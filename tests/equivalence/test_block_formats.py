@@ -191,17 +191,29 @@ def test_latent_attention(kind: str, parallel: str) -> None:
     check(kind, 2, latent, parallel=parallel)
 
 
-LATENT_LAYOUTS = ["cp = 2", 'cp = 2\ncontext = "ring"', "tp = 2\nsequence_parallel = false", "tp = 2\ncp = 2"]
+LATENT_LAYOUTS = ["cp = 2", "tp = 2\nsequence_parallel = false", "tp = 2\ncp = 2"]
+EXPANDING_OWN = [
+    'cp = 2\ncontext = "ring"',
+    'cp = 2\ncontext = "ulysses"',
+    'tp = 2\ncp = 2\ncontext = "ring"',
+]
 
 
 @SLOW
 @pytest.mark.parametrize("parallel", LATENT_LAYOUTS)
 def test_latent_attention_without_the_expansion_of_latents(parallel: str) -> None:
-    """Context parallelism expands gathered latents on every rank. wkv_b stays in precision.compute, as the checks require."""
+    """With allgather, every cp rank expands all gathered latents. wkv_b stays in precision.compute, as the checks require."""
     keys = [text("mxfp8", LATENT, parallel=one) for one in ("", parallel)]
     excluded = 'float8 = "mxfp8"\nfloat8_exclude = ["*.wkv_b"]'
     one, ranks = (whole.replace('float8 = "mxfp8"', excluded) for whole in keys)
     assert_equal(layout(ranks, 2 * ("tp" in parallel) + 2 * ("cp" in parallel)), alone(one))
+
+
+@SLOW
+@pytest.mark.parametrize("parallel", EXPANDING_OWN)
+def test_latent_attention_where_each_rank_expands_its_own_latents(parallel: str) -> None:
+    one, ranks = (text("mxfp8", LATENT, parallel=degrees) for degrees in ("", parallel))
+    assert_equal(layout(ranks, 2 * ("tp" in parallel) + 2), alone(one))
 
 
 LINEAR = """layer_pattern = ["linear", "full"]

@@ -40,6 +40,7 @@ from torch.distributed.tensor.placement_types import Shard as Split
 
 from forge.model import Experts, Router, Transformer
 from forge.model.linear_attention import Decay
+from forge.model.norm import promoted
 from forge.parallel.engines.accumulate import SummingReduceScatter
 from forge.parallel.float8 import gather_plain, scale_refresher
 from forge.parallel.layout import Layout, frees_after_forward, local_box
@@ -338,14 +339,21 @@ def replicated_parameters(
 ) -> set[nn.Parameter]:
     """Return the parameters that stay whole on every rank.
 
-    Router parameters are included if their storage and compute dtypes are equal. Decay parameters are always included,
-    because `Decay` casts them itself. Routers are left out if nothing is sharded. The set is empty under cpu_offload.
+    Router and Decay parameters are included if their storage and compute dtypes are equal. A Decay computing in the wider
+    of float32 and precision.compute is also included, because it casts its parameters itself. Routers are left out if
+    nothing is sharded. The set is empty under cpu_offload.
     """
     if layout.parallel.cpu_offload:
         return set()
     kinds = Decay if layout.meshes.fsdp.size() == 1 else Router | Decay
     small = [module for module in model.modules() if isinstance(module, kinds)]
-    return {p for m in small for p in m.parameters() if isinstance(m, Decay) or dtypes[p] == p.dtype}
+    wide = promoted(layout.compute)
+    return {
+        p
+        for m in small
+        for p in m.parameters()
+        if dtypes[p] == p.dtype or (isinstance(m, Decay) and dtypes[p] == wide)
+    }
 
 
 def units_without(units: Sequence[Unit], parameters: set[nn.Parameter]) -> list[Unit]:

@@ -434,6 +434,24 @@ def test_a_rank_with_all_parameters_casts_them_once_per_step_unless_forward_free
 # In one process.
 
 
+@pytest.mark.parametrize("pins", ['["*.decay"]', "[]"])
+def test_decays_of_linear_attention_are_rounded_as_by_other_engines(pins: str) -> None:
+    linear = (
+        'layer_pattern = ["linear", "full"]\n[model.linear_attention]\nn_key_heads = 2\nn_value_heads = 2\n'
+    )
+    options = {"micro": 4, "model": linear + "key_head_dim = 8\nchunk_size = 16\n"}
+    sharded, copied = (
+        run_ranks(
+            _gradients,
+            2,
+            precise(compute="bfloat16", pins=f"fp32_modules = {pins}", parallel=engine, **options),
+        )[0]
+        for engine in ("", 'data_parallel = "ddp"')
+    )
+    # Backward of the whole model reaches the embedding, so its gradient depends on every decay.
+    assert torch.equal(sharded["embedding.weight"], copied["embedding.weight"])
+
+
 def _engine(rank: int, world: int, text: str) -> tuple[str, list[torch.Tensor]]:
     """Return the engine's name, and the gradients after one step."""
     model, batch = build(text, world)
