@@ -79,9 +79,10 @@ def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
                 continue
             made = parse_toml_text(file.read_text("utf-8"), str(file), stored=True)
             wanted = config_of(sweep, trial, seed)
-            # The sweep may have been moved, and the run may have used a fallback.
+            # The sweep and its mirror may have been moved, and the run may have used a fallback.
             fallbacks = " ".join(wanted.parallel.fallbacks).split()
-            free = {"run.output_dir", *(one.removeprefix("--").partition("=")[0] for one in fallbacks)}
+            free = {"run.output_dir", "checkpoint.mirror"}
+            free |= {*(one.removeprefix("--").partition("=")[0] for one in fallbacks)}
             for key, there, here in difference(made, wanted):
                 if key == "phase" and "train.micro_batch_size" in free:
                     there, here = without_microbatches(there or ()), without_microbatches(here or ())

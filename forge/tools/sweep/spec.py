@@ -17,6 +17,8 @@ from forge.config.keys import read_toml, to_literal
 from forge.config.phases import Phases
 from forge.config.section import Count, ListOf, NonNegativeNumber, Positive, Section, Text
 from forge.runtime.errors import UserError, did_you_mean
+from forge.runtime.files import is_url
+from forge.runtime.remote import join
 
 # A text without control characters, safe in scripts and terminals.
 Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -90,7 +92,11 @@ class Trial:
         return f"trial-{self.number:03d}-rung-{self.rung}-seed-{seed}"
 
     def options(self, sweep: Sweep, seed: int) -> list[str]:
-        """Return the arguments of train.py for the run with run.seed = `seed`."""
+        """Return the arguments of train.py for the run with run.seed = `seed`.
+
+        The sweep's name becomes part of checkpoint.mirror, because runs of other sweeps have the same names. Raises UserError
+        if the configuration is invalid.
+        """
         keys = {**sweep.overrides, **self.values, "run.seed": seed, "run.name": self.run_name(seed)}
         keys["run.output_dir"] = str(sweep.folder)
         if self.tokens:
@@ -98,7 +104,11 @@ class Trial:
         elif self.steps:
             keys |= {"train.steps": self.steps, "train.tokens": 0}
         config = keys.pop("config", sweep.config)
-        return ["--config", config, *(f"--{key}={to_literal(value)}" for key, value in keys.items())]
+        arguments = ["--config", config, *(f"--{key}={to_literal(value)}" for key, value in keys.items())]
+        mirror = load_config(arguments).checkpoint.mirror
+        if is_url(mirror):
+            arguments.append(f"--checkpoint.mirror={to_literal(join(mirror, sweep.name))}")
+        return arguments
 
 
 def check_metric(metric: str, config: Config, what: str) -> None:

@@ -134,6 +134,27 @@ def test_the_metric_is_of_the_last_tenth_or_the_last_evaluation() -> None:
     assert metric_of(lines, "eval.b") is None
 
 
+def test_runs_of_two_sweeps_have_separate_mirrors(tmp_path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        Path("configs/debug.toml")
+        .read_text()
+        .replace("[checkpoint]", '[checkpoint]\nmirror = "s3://a/runs/"')
+    )
+    for keys in (
+        {"config": str(recipe)},
+        {"overrides": {"checkpoint.mirror": "s3://a/runs"}},
+        {"keys": {"checkpoint.mirror": ["s3://a/runs"]}},
+    ):
+        mirrors = []
+        for name in ("one", "two"):
+            sweep = sweep_of(tmp_path, name=name, **keys)
+            mirrors.append(config_of(sweep, first_trials(sweep)[0]).checkpoint.mirror)
+        assert mirrors == ["s3://a/runs/one", "s3://a/runs/two"]
+    unmirrored = sweep_of(tmp_path)
+    assert config_of(unmirrored, first_trials(unmirrored)[0]).checkpoint.mirror == ""
+
+
 @pytest.mark.parametrize(
     ("method", "kills"), [("grid", [1, 31]), pytest.param("halving", [23, 40], marks=pytest.mark.slow)]
 )
