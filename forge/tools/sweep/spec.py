@@ -161,7 +161,13 @@ def read_sweep(path: Path) -> Sweep:
     if not sweep.seeds or len(set(sweep.seeds)) < len(sweep.seeds):
         raise UserError(f"{path}: seeds = {list(sweep.seeds)}: needs at least one value, each once")
     for trial in first_trials(sweep):
-        check_metric(sweep.metric, config_of(sweep, trial), f"{path}: metric = {sweep.metric}")
+        config = config_of(sweep, trial)
+        check_metric(sweep.metric, config, f"{path}: metric = {sweep.metric}")
+        if sweep.method == "halving" and config.checkpoint.resume not in ("auto", "none"):
+            raise UserError(
+                f"{path}: checkpoint.resume = {config.checkpoint.resume!r}: method = halving trains every run from step 0; "
+                "to begin with the weights of this checkpoint, set checkpoint.init instead"
+            )
     return sweep
 
 

@@ -387,6 +387,10 @@ def test_an_array_task_outside_a_job_array_is_one_sentence(tmp_path) -> None:
             'config = "debug"\nmethod = "halving"\nkeys = { "train.steps" = [4, 8] }',
             "train.steps: is set by method = halving",
         ),
+        (
+            'config = "debug"\nmethod = "halving"\nkeys = { "checkpoint.resume" = ["runs/a"] }',
+            "checkpoint.resume = 'runs/a': method = halving trains every run from step 0",
+        ),
         ('config = "debug"\nseeds = []\nkeys = {}', "needs at least one value, each once"),
         ('config = "debug"\nmetric = "accuracy"\nkeys = {}', "is not measured. Known: loss"),
         ('config = "debug"\nmetric = "eval.pyhton"\nkeys = {}', 'did you mean "eval.python"'),
