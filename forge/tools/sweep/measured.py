@@ -53,7 +53,7 @@ def measure(path: Path, metric: str, trust: bool = False, embeddings: bool = Tru
     lines = read_lines(path / "metrics.jsonl", "step")
     loss = metric_of(lines, metric)
     if loss is None:
-        raise UserError(f"{path}: has no {metric} in its metrics.jsonl")
+        raise UserError(f"{path}: metrics.jsonl has no {metric} at the end of the run")
     tokens = max(line.get("tokens", 0) for line in lines)
     return MeasuredRun(
         path,

@@ -96,12 +96,14 @@ def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
 def metric_of(lines: Sequence[dict[str, Any]], metric: str) -> float | None:
     """Return the metric from the lines of metrics.jsonl; None if it is missing or not finite.
 
-    metric: "loss": mean training loss over the last tenth of the lines. "eval.NAME": the last held-out loss.
+    metric: "loss": mean training loss over the last tenth of the lines. "eval.NAME": held-out loss after the last step.
     """
     if metric.startswith("eval."):
         name = metric.removeprefix("eval.")
-        found = [line["eval"].get(name) for line in lines if "eval" in line]
-        return found[-1] if found and found[-1] is not None else None
+        # The last step has a training line and an evaluation, unless the evaluation failed.
+        last = max((line["step"] for line in lines if "loss" in line), default=0)
+        found = [line["eval"].get(name) for line in lines if "eval" in line and line["step"] >= last]
+        return found[-1] if found else None
     losses = [line["loss"] for line in lines if "loss" in line and not line.get("skipped")]
     last = losses[-max(1, len(losses) // 10) :]
     return sum(last) / len(last) if last and None not in last else None

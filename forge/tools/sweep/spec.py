@@ -54,7 +54,7 @@ class Sweep(Section):
     seeds: ListOf[Count] = (0,)
     """Values of run.seed. Each trial makes one run per seed and is ranked by the mean."""
     metric: Text = "loss"
-    """Metric to minimise. loss: training loss, mean of the last tenth of the lines. eval.NAME: the last held-out loss."""
+    """Metric to minimise. loss: training loss, mean of the last tenth of the lines. eval.NAME: held-out loss at the end."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Overrides of the recipe for all trials."""
     keys: dict[str, list[Any] | Between]

@@ -134,6 +134,13 @@ def test_the_metric_is_of_the_last_tenth_or_the_last_evaluation() -> None:
     assert metric_of(lines, "eval.b") is None
 
 
+def test_an_evaluation_before_the_last_step_is_no_result() -> None:
+    """The evaluation after the last step may have failed."""
+    lines: list[dict[str, Any]] = [{"step": step, "loss": 2.0} for step in range(1, 11)]
+    assert metric_of([*lines, {"step": 5, "eval": {"a": 1.5}}], "eval.a") is None
+    assert metric_of([*lines, {"step": 10, "eval": {"a": 1.5}}], "eval.a") == 1.5
+
+
 def test_runs_of_two_sweeps_have_separate_mirrors(tmp_path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
