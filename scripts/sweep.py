@@ -61,12 +61,29 @@ def _run(given: argparse.Namespace) -> None:
         )
         print(f"best: trial {best['trial']}, {sweep.metric} {best['result']:.5g}: {winner}")
         _page(sweep, results, winner)
-    if without := [one.trial.number for one in results if not one.done]:
-        raise UserError(
-            f"{len(without)} of {len(results)} trials have no result: {', '.join(map(str, without))}; the log of each run is "
-            f"in {sweep.folder}; to repeat the failed runs, give the same command again",
-            FAILED,
+    if without := [one for one in results if not one.done]:
+        raise UserError(_without_result(sweep, without, len(results)), FAILED)
+
+
+def _without_result(sweep: Sweep, without: list[SweepResult], trials: int) -> str:
+    """Return the message about the trials `without` a result. trials: number of all trials."""
+    states = {
+        one.trial.run_name(seed): state
+        for one in without
+        for seed, state in zip(sweep.seeds, one.states, strict=True)
+    }
+    numbers = ", ".join(str(one.trial.number) for one in without)
+    sentences = [
+        f"{len(without)} of {trials} trials have no result: {numbers}; the log of each run is in {sweep.folder}"
+    ]
+    if set(states.values()) - {"finished", "no result"}:
+        sentences.append("to repeat the failed runs, give the same command again")
+    if finished := [name for name, state in states.items() if state == "no result"]:
+        folders = "folder" if len(finished) == 1 else "folders"
+        sentences.append(
+            f"finished without {sweep.metric}: {', '.join(finished)}; to repeat, first remove the {folders}"
         )
+    return "; ".join(sentences)
 
 
 class Live:

@@ -268,7 +268,21 @@ def test_a_failed_trial_gives_exit_1_after_the_table_and_the_winner(tmp_path, mo
     assert main([str(file)]) == 1
     printed = capsys.readouterr()
     assert "best: trial 1" in printed.out and "1 of 2 trials have no result: 0;" in printed.err
+    assert "to repeat the failed runs, give" in printed.err and "finished without" not in printed.err
     assert main([str(write_sweep(tmp_path, name="good", keys={"optimizer.lr": [0.003]}))]) == 0
+
+
+@pytest.mark.processes
+def test_a_finished_run_without_the_metric_is_repeated_after_its_removal(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    """The same command alone would not repeat the run."""
+    monkeypatch.setattr("forge.tools.sweep.local.command", lambda sweep: [sys.executable, str(FAKE)])
+    file = write_sweep(tmp_path, metric="eval.python", keys={"optimizer.lr": [0.003]})
+    assert main([str(file)]) == 1
+    printed = capsys.readouterr().err
+    assert "finished without eval.python: trial-000-rung-0-seed-0; to repeat, first remove the" in printed
+    assert "to repeat the failed runs" not in printed
 
 
 def test_a_finished_sweep_ends_with_0_without_matplotlib(tmp_path) -> None:
