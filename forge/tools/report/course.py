@@ -84,12 +84,12 @@ def _pictures(*made: Picture | None) -> list[Any]:
 
 
 def marks_of(run: RunRecord) -> list[Mark]:
-    """Return marks for a run's curves: one per event of its history that is listed in MARKED and has a step."""
-    return [
-        Mark(float(event["step"]), MARKED[event["event"]])
-        for event in run.history_events_of(*MARKED)
-        if isinstance(event.get("step"), int)
-    ]
+    """Return marks for a run's curves: one per event of its history that is listed in MARKED and has a step.
+
+    A roll-back is marked at the step to which the run returned.
+    """
+    found = [(event.get("step", event.get("to_step")), event) for event in run.history_events_of(*MARKED)]
+    return [Mark(float(step), MARKED[event["event"]]) for step, event in found if isinstance(step, int)]
 
 
 def picture(

@@ -11,6 +11,7 @@ import pytest
 
 from forge.runtime.errors import UserError
 from forge.tools.report.course import marks_of, summary
+from forge.tools.report.draw import Mark
 from forge.tools.report.findings import findings
 from forge.tools.report.page import make_page
 from forge.tools.report.read import RunRecord, read_run, read_runs
@@ -136,6 +137,11 @@ def test_a_replaced_history_has_no_marks_and_no_counts(kept: int, steps: list[in
     assert findings([run]) == [f"{len(steps)} steps were skipped ({', '.join(map(str, steps))})."]
     cells = {row[0]: row[1] for row in summary([run]).rows}
     assert cells["skipped steps"] == len(steps) and cells["roll-backs"] == 0
+
+
+def test_a_roll_back_is_marked_where_the_run_continued() -> None:
+    back = {"event": "rolled_back", "from_step": 9, "to_step": 6, "reason": "bad"}
+    assert marks_of(RunRecord(Path(), "run", events=[back])) == [Mark(6.0, "rolled back")]
 
 
 def test_a_run_killed_at_its_start_has_a_page(tmp_path) -> None:
