@@ -1,4 +1,4 @@
-"""Plan existing runs, each with the configuration and the number of processes of its latest start."""
+"""Plan existing runs, each with the configuration and the number of processes of its latest start that trained."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Planner:
         self._known: dict[tuple[str, int, str], dict[str, Any]] = {}
 
     def add(self, run: RunRecord) -> None:
-        """Set `run.plan` to the output of train.py --plan --json, or to {"problem": reason}. Skip runs that never started."""
-        started = run.last_event("started")
+        """Set `run.plan` to the output of train.py --plan --json, or to {"problem": reason}. Skip runs that never trained."""
+        started = run.latest_training().last_event("started")
         path = run.path / "config.toml"
         if not started or not path.is_file():
             return

@@ -49,6 +49,14 @@ def test_a_run_of_an_older_version_is_planned(tmp_path) -> None:
     assert run.plan is not None and "problem" not in run.plan, run.plan
 
 
+def test_a_start_that_was_refused_is_not_planned(tmp_path) -> None:
+    """Three processes do not divide the batch."""
+    run = read_run(write_run(tmp_path / "run"))
+    run.events += [{"event": "started", "world_size": 3}, {"event": "failed", "step": 60}]
+    Planner(None).add(run)
+    assert run.plan is not None and "problem" not in run.plan, run.plan
+
+
 def test_a_run_is_planned_with_the_fallback_for_its_processes(tmp_path) -> None:
     folder: Path = write_run(tmp_path / "run")
     config = folder / "config.toml"

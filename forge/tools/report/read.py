@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,23 @@ class RunRecord:
     def last_event(self, kind: str) -> dict[str, Any]:
         """Return the last event of the kind `kind`; {} if there is none."""
         return next((event for event in reversed(self.events) if event["event"] == kind), {})
+
+    def latest_training(self) -> RunRecord:
+        """Return the record of the latest start that began to train, with only its lines and events.
+
+        Lines and events are empty if no start has trained. Starts that were refused before training do not count.
+        """
+        kinds = [event["event"] for event in self.events]
+        begun = max((place for place, kind in enumerate(kinds) if kind in ("fresh", "resumed")), default=None)
+        if begun is None:
+            return replace(self, lines=[], events=[])
+        starts = [place for place, kind in enumerate(kinds) if kind == "started"]
+        first = max((place for place in starts if place < begun), default=begun)
+        events = self.events[first : min((place for place in starts if place > begun), default=None)]
+        # A roll-back may return to a step before that of the start.
+        returns = [event for event in events if event["event"] in ("fresh", "resumed", "rolled_back")]
+        since = min(event.get("to_step", event.get("step", 0)) for event in returns)
+        return replace(self, lines=[line for line in self.lines if line["step"] > since], events=events)
 
     def history_events_of(self, *kinds: str) -> list[dict[str, Any]]:
         """Return the events of the kinds `kinds`, in order, without those of a replaced history.

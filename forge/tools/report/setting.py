@@ -14,7 +14,7 @@ GIB = 1024**3
 PLANNED = (
     "Planned memory is that of the rank that needs most, as in train.py --plan. Measured memory is that of rank 0 in "
     "its first step; on a CPU, the growth of the process. A planned step time needs known or measured hardware. The "
-    "measured step time is the median."
+    "measured step time is the median. Plan and measurements are those of the latest start that trained."
 )
 
 
@@ -72,7 +72,8 @@ def _planned(runs: Sequence[RunRecord]) -> list[Part]:
         if "problem" in run.plan:
             parts.append(TextBlock(f"{run.name}: no plan", run.plan["problem"]))
             continue
-        planned, memory = run.plan["memory"], run.last_event("memory")
+        latest = run.latest_training()
+        planned, memory = run.plan["memory"], latest.last_event("memory")
         measured = {kind: memory.get(f"{kind}_bytes") for kind in KINDS} if memory else {}
         rows: list[list[Any]] = []
         for kind in KINDS:
@@ -81,11 +82,11 @@ def _planned(runs: Sequence[RunRecord]) -> list[Part]:
                 rows.append([f"{kind}, GiB", *(None if one is None else one / GIB for one in pair)])
         total = sum(size or 0 for size in measured.values()) / GIB if measured else None
         rows.append(["all of these at the peak of a step, GiB", planned["peak"] / GIB, total])
-        everything = max(run.series("memory_gib")[1], default=None)
+        everything = max(latest.series("memory_gib")[1], default=None)
         if everything is not None:
             guess = (planned["peak"] + planned["other"]) / GIB if planned["other"] else None
             rows.append(["all memory of the process, GiB", guess, everything])
-        times = run.series("step_time_s")[1]
+        times = latest.series("step_time_s")[1]
         step = None if run.plan["time"] is None else run.plan["time"]["step_s"]
         if step is not None or times:
             rows.append(["time of a step, s", step, median(times) if times else None])

@@ -15,6 +15,7 @@ from forge.tools.report.draw import Mark
 from forge.tools.report.findings import findings
 from forge.tools.report.page import make_page
 from forge.tools.report.read import RunRecord, read_run, read_runs
+from forge.tools.report.setting import _planned
 from tests.support.recorded import PLAN, write_run
 
 pytestmark = pytest.mark.long
@@ -101,6 +102,31 @@ def test_a_planned_number_stands_beside_the_measured_one(page: str) -> None:
     assert cells["all of these at the peak of a step, GiB"] == ["0.25", "0.25"]
     assert cells["all memory of the process, GiB"] == ["", "0.4"]
     assert "no class &lt;Own&gt;" in page
+
+
+def test_a_plan_is_compared_with_the_latest_start_that_trained(tmp_path) -> None:
+    """Steps 1 to 39 ran on another number of ranks, and the last start was refused."""
+    run = read_run(write_run(tmp_path / "run"))
+    for line in run.lines:
+        if "loss" in line and line["step"] < 40:
+            line.update(step_time_s=9.0, memory_gib=9.0)
+    again = [
+        {"event": "started", "world_size": 4},
+        {"event": "resumed", "step": 45},
+        {"event": "rolled_back", "from_step": 50, "to_step": 39},
+        {"event": "memory", "parameters_bytes": 2**25},
+        {"event": "started", "world_size": 3},
+        {"event": "failed", "step": 60},
+    ]
+    run.events += again
+    latest = run.latest_training()
+    assert latest.events == again[:4] and latest.series("loss")[0] == list(range(40, 61))
+    run.plan = PLAN
+    (table,) = _planned([run])
+    measured = {row[0]: row[2] for row in table.rows}
+    assert measured["time of a step, s"] == 0.05 and measured["all memory of the process, GiB"] == 0.4
+    assert measured["parameters, GiB"] == 2**25 / 2**30
+    assert RunRecord(Path(), "run", events=again[4:]).latest_training().events == []
 
 
 def test_the_engine_is_the_one_of_the_start_and_not_of_the_configuration(page: str) -> None:
