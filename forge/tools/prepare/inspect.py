@@ -7,18 +7,22 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from forge.checkpoint import find_checkpoint, read_state
 from forge.checkpoint.folders import steps
+from forge.checkpoint.loading import TRAINER
+from forge.checkpoint.manifest import MANIFEST, Damaged, entry, read_manifest
 from forge.config import Config, Phases
 from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
 from forge.data.loader import mixtures_ahead, part_of, steps_from
 from forge.data.tokenizer import Tokenizer
 from forge.observe.run_directory import RunDirectory
-from forge.runtime.errors import UserError
+from forge.run.rollback import read_rollbacks
+from forge.runtime.errors import NO_CHECKPOINT, UserError
 from forge.train.state import Progress, Rollback
 
 
@@ -66,7 +70,7 @@ def dataset_of_run(config: Config, last: int) -> PackedDataset:
 
     The run need not have reached this step. Its newest checkpoint tells the mixtures and roll-backs so far. Print the
     skipped ranges and the changes of the mixture. Raises UserError if the run has another seed or sequence length than
-    `config`.
+    `config`, if rollbacks.json cannot be read, or if the checkpoint's state is damaged (exit 77).
     """
     dataset = build_dataset(config)
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
@@ -74,7 +78,7 @@ def dataset_of_run(config: Config, last: int) -> PackedDataset:
     progress = Progress(dataset.order)
     if own or resume not in ("auto", "none"):
         path = find_checkpoint(directory.root if own else Path(resume))
-        state = read_state(path)
+        state = _undamaged_state(path)
         for key, here in (("run.seed", config.run.seed), ("train.seq_len", config.train.seq_len)):
             there = state["inputs"][key]
             if there != here:
@@ -83,8 +87,7 @@ def dataset_of_run(config: Config, last: int) -> PackedDataset:
                     "another run.name to see the data of a new run"
                 )
         progress.load(state)
-    if directory.rollbacks.exists():
-        known = [Rollback(**one) for one in json.loads(directory.rollbacks.read_text())]
+    if known := [Rollback(**one) for one in read_rollbacks(directory)]:
         progress.pass_over([*known, *(one for one in progress.rollbacks if one not in known)])
     ahead = Phases(config).ranges(max(1, last - progress.step), progress.tokens)
     mixtures = mixtures_ahead(dataset.following(progress.order), ahead, progress.next_sample)
@@ -94,6 +97,16 @@ def dataset_of_run(config: Config, last: int) -> PackedDataset:
     for segment in dataset.order.segments[1:]:
         print(f"{directory.root}: another mixture from sample {segment.start} on", file=sys.stderr)
     return dataset
+
+
+def _undamaged_state(path: Path) -> dict[str, Any]:
+    """Return the trainer's state in the checkpoint `path`. Verify only this file, not the tensors."""
+    try:
+        if entry(path / TRAINER) != read_manifest(path)["files"].get(TRAINER):
+            raise Damaged(f"{TRAINER} differs from its checksum in {MANIFEST}")
+        return read_state(path)
+    except (Damaged, OSError) as error:
+        raise UserError(f"checkpoint {path} is damaged: {error}", NO_CHECKPOINT) from None
 
 
 def samples_of_step(

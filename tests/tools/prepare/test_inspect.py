@@ -6,12 +6,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from forge.checkpoint.folders import step_name
+from forge.checkpoint.manifest import MANIFEST, compose, entry
 from forge.config import Phases, load_config
 from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
 from forge.data.loader import Loader, steps_from
 from forge.data.order import SkippedRange
 from forge.data.tokenizer import ByteTokenizer
+from forge.runtime.errors import BAD_CONFIG, NO_CHECKPOINT
 from forge.tools.prepare.inspect import dataset_of_run, mixture_of_steps, samples_of_step
 from tests.support.streams import Counting
 from tests.support.trained import call, objects
@@ -132,6 +135,25 @@ def test_the_script_skips_what_the_runs_roll_backs_skip(tmp_path):
         )
     )
     assert skipping == line
+
+
+def test_a_damaged_state_of_the_run_is_one_sentence(tmp_path):
+    run = tmp_path / "never-trained"
+    run.mkdir()
+    options = (*SYNTHETIC, "--step", 2, f"--run.output_dir={tmp_path}")
+    (run / "rollbacks.json").write_text('[{"from_step": 3, ')
+    found = call(tmp_path, "inspect_data", *options)
+    assert found.code == BAD_CONFIG and "rollbacks.json cannot be read as JSON; remove this file" in found.err
+    (run / "rollbacks.json").unlink()
+    checkpoint = run / "checkpoints" / step_name(2)
+    checkpoint.mkdir(parents=True)
+    state = checkpoint / "trainer.json"
+    state.write_text("{}")
+    (checkpoint / MANIFEST).write_text(compose(2, 1, {}, {state.name: entry(state)}))
+    state.write_text("{")
+    found = call(tmp_path, "inspect_data", *options)
+    assert found.code == NO_CHECKPOINT and "Traceback" not in found.err
+    assert f"checkpoint {checkpoint} is damaged: trainer.json differs from its checksum" in found.err
 
 
 @pytest.mark.parametrize(
