@@ -13,8 +13,9 @@ from forge.checkpoint.commit import Contents, fill_folder
 from forge.checkpoint.loading import TRAINER, TensorReader
 from forge.checkpoint.manifest import MANIFEST
 from forge.checkpoint.tensors import ShardTensor
-from forge.config import Config, to_toml
+from forge.config import Config, difference, to_toml
 from forge.optim.ema import SLOT
+from forge.run.changes import FREE
 from forge.runtime.distributed import RanksFailed, single_process_group
 from forge.runtime.errors import FAILED, UserError
 from forge.runtime.files import folder_beside
@@ -73,11 +74,15 @@ def _mean_of(name: str) -> str:
 
 
 def _require_one_model(paths: Sequence[Path], configs: Sequence[Config]) -> None:
+    """Raise UserError if a key of [model] differs, unless a resume accepts the change or phases made it."""
+    free = {*FREE, "model.sliding_window"}
     for path, config in zip(paths[1:], configs[1:], strict=True):
-        # Phases may have changed the window.
-        models = [one.model.model_copy(update={"sliding_window": 0}) for one in (config, configs[0])]
-        if models[0] != models[1]:
-            raise UserError(f"{path}: has another model than {paths[0]}; average checkpoints of one model")
+        for key, first, here in difference(configs[0], config):
+            if key.startswith("model.") and key not in free:
+                raise UserError(
+                    f"{path}: has another model than {paths[0]}: {key} = {here}, but {first} there; average checkpoints of "
+                    "one model"
+                )
 
 
 def _write(output: Path, paths: Sequence[Path], config: Config, tensors: dict[str, ShardTensor]) -> None:

@@ -38,8 +38,19 @@ def test_a_mean_has_the_mean_of_every_weight_and_a_run_starts_from_it(tmp_path: 
         average(paths, tmp_path / "mean")
     other = Run(tmp_path / "three", *EXPERTS, "--train.steps=2", "--model.n_layers=1")
     assert other() == 0
-    with pytest.raises(UserError, match="has another model"):
+    with pytest.raises(UserError, match=r"has another model than .*: model\.n_layers = 1"):
         average([*paths, other.path / "checkpoints" / step_name(2)], tmp_path / "none")
+
+
+def test_checkpoints_before_and_after_a_change_that_a_resume_accepts_are_averaged(tmp_path: Path) -> None:
+    paths = []
+    for steps, std in ((2, 0.02), (4, 0.01)):
+        options = f"--train.steps={steps}", f"--model.init_std={std}", "--checkpoint.keep_last=0"
+        run = Run(tmp_path / "one", *options)
+        assert run() == 0
+        paths.append(run.path / "checkpoints" / step_name(steps))
+    average(paths, tmp_path / "mean")
+    assert trained_config(tmp_path / "mean").model.init_std == 0.01
 
 
 def test_a_mean_has_the_window_of_the_last_phase(tmp_path: Path) -> None:
