@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 
+from forge.observe.json_lines import read_object
 from forge.runtime.errors import UserError
 from forge.runtime.files import lock
+from forge.tools.prepare.part import TRAIN, VALIDATION
 
 METADATA = "metadata.jsonl"
 _LOCKS = ("lock", "plan.lock")
@@ -46,15 +49,28 @@ def refuse_other_files(folders: Sequence[Path], parts: Path, *, metadata: bool) 
 
     parts: the folder of an interrupted run's parts. metadata: the dataset will have metadata.
     """
-    if (parts / "plan.json").exists():
-        return  # files of an interrupted run
-    for folder in folders:
-        found = [path for name in (*_SHARDS, *([METADATA] if metadata else [])) for path in folder.glob(name)]
-        if found:
+    known = _of_interrupted_run(parts)
+    for folder, pattern in product(folders, _names(metadata)):
+        if (folder, pattern) not in known and (found := sorted(folder.glob(pattern))):
             raise UserError(
                 f"{found[0]}: would be overwritten, and belongs to no dataset or interrupted run; choose another --output, "
                 "or remove this file"
             )
+
+
+def _of_interrupted_run(parts: Path) -> set[tuple[Path, str]]:
+    """Return (folder, pattern of names) of the files that the interrupted run of `parts` writes; empty without such a run."""
+    options = read_object(parts / "plan.json").get("options")
+    if options is None:
+        return set()
+    splits = (TRAIN, VALIDATION) if options.get("holdout") else ("",)
+    metadata = bool((options.get("quality") or {}).get("metadata"))
+    return set(product((parts.parent / split for split in splits), _names(metadata)))
+
+
+def _names(metadata: bool) -> list[str]:
+    """Return patterns of the names of a dataset's files, except dataset.json."""
+    return [*_SHARDS, *([METADATA] if metadata else [])]
 
 
 def remove_parts(parts: Path) -> None:

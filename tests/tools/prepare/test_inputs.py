@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -190,6 +191,34 @@ def test_files_that_forge_did_not_write_are_not_overwritten(request_of, name: st
     mine.unlink()
     prepare(request)
     assert not (request.output / ".parts").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("metadata.jsonl", {"quality": Quality(metadata=("text",))}),
+        ("train/tokens-00000.bin", {"holdout": 0.2}),
+    ],
+)
+def test_an_interrupted_run_with_other_options_does_not_permit_to_overwrite_files(
+    request_of, monkeypatch, name: str, options: dict[str, Any]
+) -> None:
+    interrupt(request_of(), monkeypatch)
+    mine = request_of().output / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("my only copy")
+    with pytest.raises(UserError, match=f"{name}: would be overwritten"):
+        prepare(request_of(**options))
+    assert mine.read_text() == "my only copy"
+
+
+def test_files_of_an_interrupted_run_are_overwritten(request_of, monkeypatch) -> None:
+    request = request_of(quality=Quality(metadata=("text",)), holdout=0.2)
+    interrupt(request, monkeypatch)
+    for name in ("train/metadata.jsonl", "validation/tokens-00000.bin"):
+        (request.output / name).parent.mkdir(exist_ok=True)
+        (request.output / name).touch()
+    prepare(request)
 
 
 def test_files_that_forge_did_not_write_are_not_removed(request_of) -> None:
