@@ -27,7 +27,7 @@ from typing import Annotated, Literal
 
 import pydantic
 
-from forge.data.format import TokenDataset
+from forge.data.format import INDEX, TokenDataset
 from forge.data.integrity import check_files
 from forge.data.tokenizer import MODEL_FILE
 from forge.runtime.errors import FAILED, UserError
@@ -86,10 +86,18 @@ class Manifest(_Strict):
 
 @dataclass(frozen=True)
 class CorpusText:
-    """The text files of a corpus. files: source -> paths. sha256: one hash over all files."""
+    """The text files of a corpus. files: source -> paths. sha256: one hash over all files.
+
+    new: path of a file of the corpus -> the written file to move there.
+    """
 
     files: dict[str, tuple[str, ...]]
     sha256: str
+    new: dict[Path, Path]
+
+    def made_from(self, vocab_size: int) -> str:
+        """Return the content of the file `made_from` beside a tokenizer of `vocab_size` ids, trained on this text."""
+        return f"{self.sha256} {vocab_size}\n"
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -117,15 +125,21 @@ def read_manifest(path: Path) -> Manifest:
 def make_corpus(manifest: Manifest, size: str, cache: Path, output: Path, workers: int) -> str:
     """Fetch the packages, make tokenizer and datasets below `output`, and return the `corpus_hash` of all datasets.
 
-    Raises UserError if a package is missing or differs from the manifest, or if the result does not have the manifest's
-    hash.
+    Raises UserError if a package is missing or differs from the manifest, if `output` has datasets of other text, or if the
+    result does not have the manifest's hash.
     """
     if size not in manifest.sizes:
         raise UserError(f"--size {size}: must be one of {', '.join(manifest.sizes)}")
     chosen = [package for package in manifest.packages if _share(package, size)]
-    text = _write_text(manifest, size, fetch(chosen, cache), output / "text")
-    wanted = manifest.sizes[size]
-    tokenizer = output / "tokenizer"
+    packages, folder = fetch(chosen, cache), output / "text"
+    wanted, tokenizer = manifest.sizes[size], output / "tokenizer"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as new:
+        text = _write_text(manifest, size, packages, folder, Path(new))
+        _refuse_other_datasets(manifest, size, output, text.made_from(wanted.vocab_size))
+        for target, file in text.new.items():
+            target.parent.mkdir(exist_ok=True)
+            os.replace(file, target)
     _train_once(text, wanted.vocab_size, tokenizer)
     folders: dict[str, Path] = {}
     for source, files in text.files.items():
@@ -141,6 +155,18 @@ def make_corpus(manifest: Manifest, size: str, cache: Path, output: Path, worker
     found = corpus_hash(folders)
     _compare(found, wanted.sha256, size, output)
     return found
+
+
+def _refuse_other_datasets(manifest: Manifest, size: str, output: Path, made_from: str) -> None:
+    """Raise UserError if `output` has a finished dataset, unless its tokenizer was `made_from` the same text."""
+    note = output / "tokenizer" / _MADE_FROM
+    if note.exists() and note.read_text() == made_from:
+        return
+    if made := [file for source in manifest.sources for file in (output / source).glob(f"**/{INDEX}")]:
+        raise UserError(
+            f"{made[0].parent}: was not made from the text of --size {size} of this manifest; choose another --output, or "
+            f"delete {output}"
+        )
 
 
 def _compare(found: str, wanted: str, size: str, output: Path) -> None:
@@ -249,12 +275,16 @@ def _share(package: Package, size: str) -> float:
     return package.small if size == "small" else 1.0
 
 
-def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], folder: Path) -> CorpusText:
-    """Write the text of all packages below `folder` as JSON lines. Files with the same content are not written again.
+def _write_text(
+    manifest: Manifest, size: str, packages: dict[Package, Path], folder: Path, new: Path
+) -> CorpusText:
+    """Write the text of all packages as JSON lines. Change no file in `folder`, which has the corpus's text.
 
-    For each package, print the numbers of files and bytes, and the number of skipped files by reason.
+    new: temporary folder for the files that `folder` lacks or has with other content. For each package, print the numbers of
+    files and bytes, and the number of skipped files by reason.
     """
     files: dict[str, list[str]] = {source: [] for source in manifest.sources}
+    written: dict[Path, Path] = {}
     digest = hashlib.sha256()
     for package, path in sorted(packages.items(), key=lambda item: item[0].label):
         left_out: Counter[str] = Counter()
@@ -270,15 +300,16 @@ def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], fo
             content = "".join(documents).encode()
             digest.update(f"{source} {package.label} {hashlib.sha256(content).hexdigest()}\n".encode())
             target = folder / source / f"{package.name}-{package.version}.jsonl".replace(":", "_")
-            target.parent.mkdir(parents=True, exist_ok=True)
             if not target.exists() or target.read_bytes() != content:
-                replace_atomically(target, content)
+                written[target] = new / str(len(written))
+                replace_atomically(written[target], content)
             if documents:
                 files[source].append(str(target))
             kept.append(f"{source} {len(documents)} files, {len(content) / 1e6:.1f} MB")
         kept += [f"{number} left out as {reason}" for reason, number in sorted(left_out.items())]
         print(f"{package.label} ({package.licence}): {'; '.join(kept)}", flush=True)
-    return CorpusText({source: tuple(names) for source, names in files.items() if names}, digest.hexdigest())
+    found = {source: tuple(names) for source, names in files.items() if names}
+    return CorpusText(found, digest.hexdigest(), written)
 
 
 def _chosen(package: Package, share: float) -> Callable[[str], bool]:
@@ -296,7 +327,7 @@ def _chosen(package: Package, share: float) -> Callable[[str], bool]:
 
 def _train_once(text: CorpusText, vocab_size: int, folder: Path) -> None:
     """Train a tokenizer into `folder`, unless `folder` has one with this vocabulary size, trained on this text."""
-    made_from = f"{text.sha256} {vocab_size}\n"
+    made_from = text.made_from(vocab_size)
     note = folder / _MADE_FROM
     if (folder / MODEL_FILE).exists() and note.exists() and note.read_text() == made_from:
         return

@@ -132,6 +132,19 @@ def test_the_same_command_again_fetches_nothing_and_deletes_nothing(index, tmp_p
     assert contents(output) == before and (cache / "mine.txt").read_text() == "mine"
 
 
+def test_another_size_in_the_same_folder_is_refused_and_changes_nothing(index, tmp_path) -> None:
+    make_corpus(manifest(index), "small", tmp_path / "cache", tmp_path / "out", workers=1)
+    before = contents(tmp_path / "out")
+    with pytest.raises(
+        UserError, match=r"was not made from the text of --size whole .*choose another --output"
+    ):
+        make_corpus(manifest(index), "whole", tmp_path / "cache", tmp_path / "out", workers=1)
+    assert contents(tmp_path / "out") == before
+    shutil.rmtree(tmp_path / "out" / "text")
+    make_corpus(manifest(index), "small", tmp_path / "cache", tmp_path / "out", workers=1)
+    assert contents(tmp_path / "out") == before
+
+
 def test_a_tampered_package_is_named_and_not_used(index, tmp_path) -> None:
     asked = manifest(index)
     wheel(index, "beta", texts(300, 3, ".py"))
