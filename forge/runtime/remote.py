@@ -240,9 +240,11 @@ def _bytes(url: str, begin: int, end: int) -> str:
 class RemoteFile:
     """A remote object, read in blocks.
 
-    key: identifies the object's content in a cache; equal keys mean equal bytes. expected: returns the recorded digest of
-    a block; None: blocks have no digests, and the object must keep the version (ETag or modification time) that it had
-    when it was opened. In both cases a changed object raises UserError with its URL.
+    expected: returns the recorded digest of a block; None: blocks have no digests, and the object must keep the version
+    (ETag or modification time) that it had when it was opened. In both cases a changed object raises UserError with its URL.
+
+    key: identifies the object's content in a cache; equal keys mean equal bytes. Used only with `expected`. Without
+    digests nothing compares the bytes with the key, so the URL and the version identify the content.
     """
 
     def __init__(
@@ -263,9 +265,8 @@ class RemoteFile:
             )
         assert found is not None
         self.size = found
-        self.key = (
-            key or hashlib.blake2b(repr((redact(url), self._version)).encode(), digest_size=16).hexdigest()
-        )
+        named = hashlib.blake2b(repr((redact(url), self._version)).encode(), digest_size=16).hexdigest()
+        self.key = key if key and expected else named
 
     def fetch(self, block: int) -> bytes:
         """Fetch a block from the store and verify it. Raises UserError for changed content."""

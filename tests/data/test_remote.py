@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import queue
 import shutil
@@ -106,6 +107,24 @@ def test_without_checksums_a_change_shows_in_the_version(store, tmp_path) -> Non
     store.objects["bucket/a.bin"] = bytes(1_600_000)
     with pytest.raises(UserError, match=r"bucket/a.bin: was changed while it was in use"):
         source.read(200_000, 10)
+
+
+def test_without_checksums_a_restored_object_replaces_the_cached_blocks_of_a_damaged_one(
+    local, store, tmp_path
+) -> None:
+    index = json.loads(store.objects["bucket/set/dataset.json"])
+    for shard in index["shards"]:
+        del shard["block_file"]
+    store.objects["bucket/set/dataset.json"] = json.dumps(index).encode()
+    key = "bucket/set/tokens-00000.bin"
+    content = store.objects[key]
+    store.objects[key] = bytes(len(content))
+    assert not opened(store, tmp_path).read(0, 3000).any()
+    store.objects[key] = content
+    assert (opened(store, tmp_path).read(0, 3000) == local.read(0, 3000)).all()
+    store.gets.clear()
+    opened(store, tmp_path).read(0, 3000)
+    assert not any(span for _, span in store.gets)
 
 
 def test_raw_and_megatron_files_have_the_fingerprints_and_tokens_of_local_ones(store, tmp_path) -> None:
