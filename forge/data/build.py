@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.config import Config
-from forge.config.data import Stream, used_sources
+from forge.config.data import SourceConfig, Stream, used_sources
 from forge.data.cache import BlockCache
 from forge.data.dataset import PackedDataset, windows_of
 from forge.data.format import TokenDataset
@@ -37,8 +37,11 @@ class RunData:
 @caused_by(Cause.DATA)
 def open_data(config: Config) -> RunData:
     """Open and check all data of a run. Collective: an error on any rank is raised on every rank."""
-    dataset = on_every_rank("opening the data", lambda: build_dataset(config))
-    validation = on_every_rank("opening the held-out data", lambda: build_validation(config))
+    # One cache knows the next uses of all blocks. A second one would evict the blocks of the first.
+    streams = [*_used(config), *(config.data.validation if config.evaluate.interval else ())]
+    cache = on_every_rank("opening the cache", lambda: open_cache(config, streams))
+    dataset = on_every_rank("opening the data", lambda: build_dataset(config, cache))
+    validation = on_every_rank("opening the held-out data", lambda: build_validation(config, cache))
     tokenizer = on_every_rank("opening the tokenizer", lambda: build_tokenizer(config))
     fingerprints = input_fingerprints(dataset, tokenizer)
     if other := find_difference("comparing the data", fingerprints):
@@ -49,13 +52,13 @@ def open_data(config: Config) -> RunData:
     return RunData(dataset, validation, tokenizer, fingerprints)
 
 
-def build_dataset(config: Config) -> PackedDataset:
-    """Open the training samples.
+def build_dataset(config: Config, cache: BlockCache | None = None) -> PackedDataset:
+    """Open the training samples. cache: keeps blocks of remote sources; None: open the cache of the config.
 
     Raises UserError if a source is missing, damaged or too short, or was made with another tokenizer.
     """
-    used = [config.data.sources[number] for number in used_sources(config)]
-    sources = _open(config, used, "train")
+    used = _used(config)
+    sources = _open(config, used, "train", cache)
     leaves_out = config.data.on_max_epochs == "leave_out"
     dataset = PackedDataset(
         sources,
@@ -72,6 +75,10 @@ def build_dataset(config: Config) -> PackedDataset:
     if not leaves_out:
         dataset.most_epochs = {name: one.max_epochs for name, one in named.items() if one.max_epochs}
     return dataset
+
+
+def _used(config: Config) -> list[SourceConfig]:
+    return [config.data.sources[number] for number in used_sources(config)]
 
 
 def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]) -> list[float]:
@@ -96,15 +103,15 @@ def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]
     ]
 
 
-def build_validation(config: Config) -> dict[str, Source]:
-    """Return the held-out sources by name. Empty if `evaluate.interval` is 0.
+def build_validation(config: Config, cache: BlockCache | None = None) -> dict[str, Source]:
+    """Return the held-out sources by name. Empty if `evaluate.interval` is 0. cache: as in `build_dataset`.
 
     Raises UserError if a source is missing, damaged or too short, or was made with another tokenizer.
     """
     if not config.evaluate.interval:
         return {}
     entries = config.data.validation
-    sources = _open(config, entries, "validation")
+    sources = _open(config, entries, "validation", cache)
     for source in sources:
         count_windows(source, config.train.seq_len)
     return {entry.name: source for entry, source in zip(entries, sources, strict=True)}
@@ -116,7 +123,7 @@ def build_tokenizer(config: Config) -> Tokenizer | None:
     Returns None if all data is synthetic or `data.tokenizer` is "none". Raises UserError if the tokenizer's ids exceed
     model.vocab_size.
     """
-    paths = [config.data.sources[number].path for number in used_sources(config)]
+    paths = [source.path for source in _used(config)]
     if all(path == SYNTHETIC for path in paths) or config.data.tokenizer == NO_TOKENIZER:
         return None
     tokenizer = load_tokenizer(config.data.tokenizer)
@@ -147,17 +154,19 @@ def input_fingerprints(dataset: PackedDataset, tokenizer: Tokenizer | None) -> d
     return fingerprints
 
 
-def open_cache(config: Config) -> BlockCache:
-    """Open the cache folder for blocks of remote sources."""
+def open_cache(config: Config, streams: Sequence[Stream]) -> BlockCache | None:
+    """Open the cache folder for blocks of remote streams; None if no stream is remote."""
+    if not any(is_url(stream.path) for stream in streams):
+        return None
     data = config.data
     return BlockCache(Path(data.cache_dir) if data.cache_dir else None, data.cache_gib)
 
 
-def _open(config: Config, streams: Sequence[Stream], purpose: str) -> list[Source]:
+def _open(config: Config, streams: Sequence[Stream], purpose: str, cache: BlockCache | None) -> list[Source]:
     """Open the sources of `streams`. Synthetic sources are different samples of one Markov chain."""
     vocab_size = config.model.vocab_size
     sources = []
-    cache = open_cache(config) if any(is_url(stream.path) for stream in streams) else None
+    cache = cache or open_cache(config, streams)
     for number, stream in enumerate(streams):
         seed = key_of(config.run.seed, purpose, number)
         source = open_source(

@@ -7,6 +7,7 @@ import pytest
 from forge.config import load_config
 from forge.data.build import build_dataset, build_tokenizer, build_validation, input_fingerprints, open_data
 from forge.data.tokenizer import ByteTokenizer
+from forge.runtime.distributed import single_process_group
 from forge.runtime.errors import UserError
 from forge.tools.prepare.prepare import Request, prepare
 from forge.tools.prepare.writer import ShardWriter
@@ -144,6 +145,17 @@ def test_a_temperature_weighs_sources_by_their_samples(tmp_path):
     dataset = build_dataset(config)
     assert list(dataset.windows.values()) == [9, 3]
     assert list(dataset.weights.values()) == [1.0, 0.333333]
+
+
+def test_training_and_held_out_data_share_a_cache(tmp_path):
+    """Each of two caches would evict the other's blocks first."""
+    entry = f'path = "{write_bytes_dataset(tmp_path / "set").as_uri()}"'
+    data = f'cache_dir = "{tmp_path / "cache"}"\ntokenizer = "bytes"\nsources = [{{{entry}}}]\n'
+    config = configure(tmp_path, f'{data}validation = [{{name = "v", {entry}}}]', "--evaluate.interval=1")
+    with single_process_group():
+        opened_data = open_data(config)
+    (source,) = opened_data.dataset.sources.values()
+    assert source.is_remote and source._cache is opened_data.validation["v"]._cache
 
 
 def opened(rank, world, folder):
