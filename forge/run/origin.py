@@ -68,7 +68,7 @@ class Earlier:
     """Facts about earlier starts, read from the run directory. Filled in only on the first rank.
 
     finished: True if the last start ended with all steps done. saved: the last saved step of the current history; 0: none.
-    restarted: True if the launcher has restarted the ranks of the last start.
+    restarted: True if the launcher has restarted the ranks, and an earlier start of this launch had begun its history.
     """
 
     finished: bool = False
@@ -83,16 +83,23 @@ def read_earlier(
 
     status: content of `status.json` from the last start. restarted: the launcher has restarted this process, perhaps because
     the last start failed after its last step; that start then does not count as finished. launch: the identities of
-    this launch; empty: unknown. If no start has one of them, the launcher has restarted ranks that had not started the run.
+    this launch; empty: unknown. A launch without a start that has begun its history still is a new command.
     """
     # Whether the events end with all steps done, and the number of later commands that made no step.
     ended, starts = False, 0
+    # The launches whose starts have begun their history, the launch of the last start, and whether it has begun.
     launches: set[str | None] = set()
+    last_launch: set[str | None] = set()
+    begun = False
     saved: list[int] | None = None  # None: no event tells
     for event in read_lines(directory.events, "event"):
         kind = event["event"]
         if kind == "started":
-            launches.update(event.get("launch", [None]))
+            last_launch = set(event.get("launch", [None]))
+            begun = begun and bool(event.get("restarted"))
+        elif kind in ("fresh", "resumed", "finished"):
+            launches |= last_launch
+            begun = True
         if kind == "finished":
             ended, starts = True, 0
         elif kind == "started" and not event.get("restarted"):
@@ -112,7 +119,8 @@ def read_earlier(
             kept = event.get("kept", max(saved))  # an earlier version of forge did not record it
             saved = [step for step in saved if step not in aside and step <= kept]
     # Events of an earlier version of forge name no launch.
-    restarted = restarted and (not launch or None in launches or not launches.isdisjoint(launch))
+    of_launch = None in launches or not launches.isdisjoint(launch) if launch else begun
+    restarted = restarted and of_launch
     finished = (
         ended if restarted and starts else not restarted and (ended or status.get("state") == "finished")
     )

@@ -177,6 +177,34 @@ def test_a_restart_before_the_first_start_of_a_launch_is_a_new_command(tmp_path)
     assert again.restarted and not again.finished
 
 
+OLD, NEW = ({"launch": ["old"]}, {"launch": ["new"]})
+AGAIN = {"restarted": True}
+
+
+@pytest.mark.parametrize(
+    ("events", "launch", "restarted"),
+    [
+        # A requeue after a stop in set-up: the first start of the job may have had other settings.
+        ([STARTED | OLD, FRESH, STARTED | NEW], ["new"], False),
+        ([STARTED | OLD, FRESH, STARTED | NEW, STARTED | NEW], ["new"], False),
+        ([STARTED | OLD, FRESH, STARTED | NEW, FRESH], ["new"], True),
+        # A restart was stopped in its set-up, after the first start of the job had begun.
+        ([STARTED | NEW, RESUMED, STARTED | NEW | AGAIN], ["new"], True),
+        # torchrun's launches have no identity.
+        ([STARTED, FRESH, STARTED], [], False),
+        ([STARTED, FRESH, STARTED, FRESH], [], True),
+        ([STARTED, FRESH, STARTED | AGAIN, STARTED | AGAIN], [], True),
+        ([STARTED, FRESH], [], True),
+    ],
+)
+def test_a_launch_counts_as_restarted_once_a_start_of_it_has_begun(
+    tmp_path, events, launch: list[str], restarted: bool
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert read_earlier(directory, {"state": "stopped"}, True, launch).restarted == restarted
+
+
 def test_rollbacks_of_an_abandoned_branch_do_not_count(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(rollback, "on_first_rank", lambda _purpose, work: work())
     directory = RunDirectory(tmp_path)
