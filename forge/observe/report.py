@@ -24,7 +24,7 @@ from forge.runtime.world import World
 
 log = logging.getLogger(__name__)
 
-# Job scripts always restart a run whose state is "stopped". scripts/slurm/job.py decides about other states.
+# Job scripts restart a run whose state is "stopped", unless it is final. scripts/slurm/job.py decides about other states.
 State = Literal["running", "stopped", "finished", "failed"]
 RunPhase = Literal["set-up", "first step", "data", "step", "evaluation", "save", "end"]
 
@@ -161,15 +161,26 @@ class Reporter:
         self._write_status("running", "", None)
 
     def ended(
-        self, state: State, reason: str, exit_code: int, cause: Cause = Cause.ERROR, ranks: Sequence[int] = ()
+        self,
+        state: State,
+        reason: str,
+        exit_code: int,
+        cause: Cause = Cause.ERROR,
+        ranks: Sequence[int] = (),
+        final: bool = False,
     ) -> None:
-        """Report the end of the run. cause: the cause of a failure. ranks: the ranks at fault, if known."""
+        """Report the end of the run.
+
+        cause: the cause of a failure. ranks: the ranks at fault, if known. final: a hook has stopped the run, so job
+        scripts do not start it again.
+        """
         if self._ledger is not None:
             self._ledger.write()
             if exit_code != BAD_CONFIG:
                 log.info("%s", self._ledger.table())
         causes: dict[State, Cause] = {"stopped": Cause.STOPPED, "failed": cause}
         why: dict[str, Any] = {"cause": causes[state]} if state in causes else {}
+        why |= {"final": True} if final else {}
         named = {"ranks": list(ranks)} if ranks else {}
         self.event(state, step=self.step, reason=reason, exit_code=exit_code, **why, **named)
         refused = not self._begun and exit_code in (BAD_CONFIG, NO_CHECKPOINT)

@@ -53,6 +53,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.final = False
+        """Whether a hook has ended the run, so that job scripts do not start it again."""
         self.deferred = False
         self.leaving: Callable[[str], None] = lambda reason: None
         self._previous: dict[int, Any] = {}

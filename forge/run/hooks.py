@@ -170,7 +170,8 @@ class StopBeforeTimeLimit(Hook):
             self._trainer.reporter.event("slow_evaluation", step=step - 1, seconds=round(self._known_s, 1))
         if self._limit.near(self._saves.slowest_s):
             self._trainer.request_stop(
-                f"the time limit of {self._limit_s:g} s is near (resilience.time_limit_s or the job's time)"
+                f"the time limit of {self._limit_s:g} s is near (resilience.time_limit_s or the job's time)",
+                final=False,
             )
 
 

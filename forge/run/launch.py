@@ -181,7 +181,9 @@ def _report_end(reporter: Reporter, stopped: str | None, signals: StopSignals) -
     if stopped is None:
         reporter.ended("finished", "all steps done", FINISHED)
         return FINISHED
-    reporter.ended("stopped", stopped, FINISHED if reporter.world.restarts_left > 0 else STOPPED)
+    final = any(gather_from_ranks("sharing why the run stops", lambda: signals.final))
+    code = FINISHED if reporter.world.restarts_left > 0 else STOPPED
+    reporter.ended("stopped", stopped, code, final=final)
     return exit_code_after_stop(lambda: signals.reason, reporter.world.restarts_left)
 
 

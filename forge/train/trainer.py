@@ -209,8 +209,12 @@ class Trainer:
         step = self.progress.step
         return interval > 0 and (step % interval == 0 or step == self.config.train.steps)
 
-    def request_stop(self, reason: str) -> None:
-        """Ask all ranks to end the run. The all-reduce of the next gradient norm sends the request."""
+    def request_stop(self, reason: str, final: bool = True) -> None:
+        """Ask all ranks to end the run. The all-reduce of the next gradient norm sends the request.
+
+        final: job scripts do not start the run again.
+        """
+        self.signals.final |= final and self.signals.reason is None
         self.signals.reason = self.signals.reason or reason
 
     def request_save(self) -> None:

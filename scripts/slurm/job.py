@@ -130,6 +130,8 @@ def decide(
         return "end", f"was refused with exit code {status['refused']}: fix the reason above first"
     if state == "finished":
         return "end", "is finished"
+    if status.get("final"):
+        return "end", "was stopped by a hook"
     # srun returns the greatest exit code of its workers. With 75, a worker was stopped, perhaps before it wrote a status.
     if state == "stopped" or code == STOPPED or (not status and code in BEFORE_HANDLERS):
         history.failed = 0
@@ -221,18 +223,18 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
 def count_stop(code: int, began: int, argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
     """Count a stopped job run of elastic.sbatch. code: the greatest exit code of its agents. began: its start, Unix time.
 
-    Return STOPPED (75) if the job should be requeued, FINISHED (0) if the run is finished, `code` if a signal killed an
-    agent and the run was not stopped, else FAILED (1).
+    Return STOPPED (75) if the job should be requeued, FINISHED (0) if the run is finished or a hook stopped it, `code` if
+    a signal killed an agent and the run was not stopped, else FAILED (1).
     """
     config, job = load_config(argv), environment.get("SLURM_JOB_ID", "0")
     run = (Path(config.run.output_dir) / config.run.name).absolute()
     history, after = JobHistory.read(run / "requeues.json", job), RunSnapshot.read(run)
-    status = run / "status.json"
-    written = status.is_file() and status.stat().st_mtime >= began  # otherwise an earlier job run wrote it
-    state = json.loads(after.status or "{}").get("state") if written else None
-    if state == "finished":
+    path = run / "status.json"
+    written = path.is_file() and path.stat().st_mtime >= began  # otherwise an earlier job run wrote it
+    status = json.loads(after.status or "{}") if written else {}
+    if status.get("state") == "finished" or status.get("final"):
         return FINISHED
-    if code != STOPPED and state != "stopped":
+    if code != STOPPED and status.get("state") != "stopped":
         return code
     after = after if written else RunSnapshot("", after.checkpoints)
     names = {name for name, _ in after.checkpoints}

@@ -243,6 +243,7 @@ def test_a_hook_of_any_rank_can_end_the_run(tmp_path) -> None:
     run = Run(tmp_path, hooks("Stopping"))
     assert run(world=2) == 75
     assert run.status()["state"] == "stopped" and run.checkpoints()[-1] == "step-00000004"
+    assert run.status()["final"]  # job scripts do not start the run again
 
 
 def put_examples_on_the_path() -> None:

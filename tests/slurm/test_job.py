@@ -25,10 +25,9 @@ LIMITS = RequeueLimits(restarts=0, failed_turns=2, turns_without_progress=3)
 EMPTY = RunSnapshot("", frozenset())
 
 
-def record(state: str, exit_code: int, *steps: int) -> RunSnapshot:
-    return RunSnapshot(
-        json.dumps({"state": state, "exit_code": exit_code}), frozenset((f"step-{n}", n) for n in steps)
-    )
+def record(state: str, exit_code: int, *steps: int, **more: object) -> RunSnapshot:
+    status = {"state": state, "exit_code": exit_code, **more}
+    return RunSnapshot(json.dumps(status), frozenset((f"step-{n}", n) for n in steps))
 
 
 @pytest.mark.parametrize(
@@ -38,6 +37,8 @@ def record(state: str, exit_code: int, *steps: int) -> RunSnapshot:
         (record("finished", 0, 10), 143, "end"),
         (record("stopped", 75, 10), 75, "requeue"),
         (record("stopped", 75), 0, "requeue"),
+        # A hook has stopped the run. It would stop each next job run, too.
+        (record("stopped", 75, 10, final=True), 75, "end"),
         # Stopped before the run found its directory.
         (EMPTY, 75, "requeue"),
         # Ended by SIGTERM before the handler was installed.
@@ -177,17 +178,18 @@ def test_a_login_node_checks_a_configuration_for_any_number_of_processes(capsys)
 
 
 @pytest.mark.parametrize(
-    ("state", "code", "ended"),
+    ("status", "code", "ended"),
     [
-        ("finished", 75, 0),
-        ("finished", 137, 0),
-        ("stopped", 143, 75),
-        ("running", 137, 137),
+        ({"state": "finished"}, 75, 0),
+        ({"state": "finished"}, 137, 0),
+        ({"state": "stopped"}, 143, 75),
+        ({"state": "stopped", "final": True}, 75, 0),
+        ({"state": "running"}, 137, 137),
     ],
 )
-def test_the_state_decides_after_a_lost_or_leaving_node(tmp_path, state: str, code: int, ended: int) -> None:
+def test_the_status_decides_after_a_lost_or_leaving_node(tmp_path, status, code: int, ended: int) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "status.json").write_text(json.dumps({"state": state}))
+    (tmp_path / "run" / "status.json").write_text(json.dumps(status))
     argv = ["--config=debug.toml", "--run.name=run", f"--run.output_dir={tmp_path}"]
     assert count_stop(code, 0, argv, {"SLURM_JOB_ID": "7"}) == ended
     # A status of an earlier job run says nothing.
