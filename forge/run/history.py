@@ -94,6 +94,7 @@ class History:
         trainer.batches.close()
         start = Start(point, kept=point.step)
         self._load(start, [rollback])
+        trainer.model.discard_fingerprints()
         self.begin(start)
         trainer.hooks.load_state(point.state.get("hooks", {}))
         trainer.hooks.call("after_rollback", point.step)

@@ -240,6 +240,11 @@ class ParallelModel:
         for engine in self._engines:
             yield from engine.replicated_tensors()
 
+    def discard_fingerprints(self) -> None:
+        """Forget the fingerprints of the steps so far. Call after a roll-back, which abandons these steps."""
+        for _ in self.replicated_tensors():
+            pass
+
     def memory(self) -> dict[str, int]:
         """Return the bytes of device memory held by the engines on this rank, by kind. Not collective."""
         of_engines = [engine.memory() for engine in self._engines]
