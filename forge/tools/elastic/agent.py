@@ -37,6 +37,7 @@ from forge.config import load_command, load_config, parse_command_line
 from forge.config.world import choose_layout
 from forge.observe.json_lines import read_object
 from forge.observe.run_directory import RunDirectory
+from forge.runtime.causes import Cause
 from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED, NO_CHECKPOINT, STOPPED, UserError
 from forge.tools.elastic.meeting import LAUNCH, OVER, clock_offset
 from forge.tools.elastic.rendezvous import Rendezvous
@@ -121,8 +122,7 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
     if threading.current_thread() is threading.main_thread():
         # PyTorch handles the signal only while ranks run, so it would kill a waiting agent.
         signal.signal(signal.SIGTERM, _leave)
-    agent = _Agent(spec, DefaultLogsSpecs())
-    agent._shutdown_timeout = GRACE_S
+    agent = _Agent(spec, _directory(argv).status)
     try:
         result = agent.run()
     except SignalException:
@@ -155,6 +155,8 @@ def _lost_connection(node: Node) -> UserError:
 
 # Exit codes with which ranks refuse to start.
 REFUSALS = (BAD_CONFIG, NO_CHECKPOINT)
+# Causes of a run that ends because it cannot roll back, or because roll-backs have not helped.
+DIAGNOSES = (Cause.BAD_STEPS, Cause.SPIKE, Cause.COPIES_DIFFER)
 
 
 class _Agent(LocalElasticAgent):
@@ -164,15 +166,27 @@ class _Agent(LocalElasticAgent):
     the loss of a node, the ranks of this node cannot save, because they wait in a collective for the lost ranks.
 
     It restarts no ranks that refused the first start (exit codes 2 and 77), because they would refuse again. A later refusal
-    may pass, e.g. when shared storage is back.
+    may pass, e.g. when shared storage is back. Nor does it restart a run that ended with one of DIAGNOSES, because the run
+    would train into the same steps. status: path of the run's status.json.
     """
+
+    def __init__(self, spec: WorkerSpec, status: Path):
+        super().__init__(spec, DefaultLogsSpecs())
+        self._shutdown_timeout = GRACE_S
+        self._status, self._status_before = status, read_object(status)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         first = os.environ.get("FORGE_ROUND") == "0"
-        if first and any(failure.exitcode in REFUSALS for failure in result.failures.values()):
+        refused = first and any(failure.exitcode in REFUSALS for failure in result.failures.values())
+        if refused or (result.failures and self._is_diagnosed()):
             self._remaining_restarts = 0
         return result
+
+    def _is_diagnosed(self) -> bool:
+        status = read_object(self._status)
+        diagnosed = status.get("state") == "failed" and status.get("cause") in DIAGNOSES
+        return diagnosed and status != self._status_before
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         rendezvous: Any = self._rdzv_handler
