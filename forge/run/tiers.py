@@ -23,7 +23,7 @@ from forge.run.resume import Start, find_start, resume_point
 from forge.run.rollback import is_abandoned, read_rollbacks
 from forge.run.save import Saves
 from forge.runtime.causes import Cause
-from forge.runtime.distributed import gather_from_ranks, on_every_rank, on_first_rank
+from forge.runtime.distributed import RanksFailed, gather_from_ranks, on_every_rank, on_first_rank
 from forge.runtime.errors import NO_CHECKPOINT, UserError
 from forge.runtime.files import replace_atomically
 from forge.runtime.private import MARKER, PrivateFolder, is_directory
@@ -111,18 +111,29 @@ class Tiers:
         point = resume_point(
             local.path(step),
             self._config,
-            fetch=lambda names: local.fetch(step, names),
+            fetch=lambda names: self._fetch(local, step, names, shared, reporter),
             shared=self._checkpoints.folder,
         )
         return Start(point, kept=step)
+
+    def _fetch(self, local: LocalTier, step: int, names: set[str], shared: int, reporter: Reporter) -> None:
+        """Fetch like `LocalTier.fetch`. Discard a state that does not fit on a node, so the next start uses an older one.
+
+        Keep the state if there is no checkpoint. shared: step of the newest checkpoint; -1: none.
+        """
+        try:
+            local.fetch(step, names)
+        except RanksFailed as error:
+            if error.cause is Cause.DISK_FULL and shared >= 0:
+                local.forget_after(step - 1)
+                _report(f"the local state of step {step} was discarded: {error}", reporter)
+            raise
 
     def _newest(self, local: LocalTier, shared: int, reporter: Reporter) -> int | None:
         known = on_first_rank("reading rollbacks.json", lambda: read_rollbacks(self._directory))
         step = local.newest(after=shared)
         for problem in local.problems:
-            if reporter.world.rank == 0:
-                log.warning("%s", problem, extra=Cause.LOCAL_DAMAGED.mark)
-            reporter.event(Cause.LOCAL_DAMAGED, problem=problem)
+            _report(problem, reporter)
         if step is None:
             return None
         if is_abandoned(local.path(step), known):
@@ -244,6 +255,13 @@ class LocalSaves(Hook):
             if outcome.error is not None:
                 log.error(message, outcome.step, outcome.error, extra=cause.mark)
                 self._trainer.reporter.event(cause, step=outcome.step, error=outcome.error)
+
+
+def _report(problem: str, reporter: Reporter) -> None:
+    """Report a local state that cannot be used."""
+    if reporter.world.rank == 0:
+        log.warning("%s", problem, extra=Cause.LOCAL_DAMAGED.mark)
+    reporter.event(Cause.LOCAL_DAMAGED, problem=problem)
 
 
 def _holds_unmarked_states(folder: Path) -> bool:

@@ -143,7 +143,11 @@ class Cause(StrEnum):
         "Make room in `checkpoint.local_dir`, or lower `checkpoint.peers`.",
     )
     LOCAL_DAMAGED = (
-        *("local_damaged", _COSTS, "a node-local state was damaged; a copy or an older state was used"),
+        *(
+            "local_damaged",
+            _COSTS,
+            "a node-local state was damaged or too large for a node; a copy or an older state was used",
+        ),
         "If it happens again, look at the memory of that node, or raise `checkpoint.peers`.",
     )
     MIRROR_FAILED = (

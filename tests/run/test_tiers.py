@@ -7,10 +7,15 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from forge.checkpoint.folders import step_name, steps
+from forge.run.tiers import Tiers
+from forge.runtime.causes import Cause
+from forge.runtime.distributed import RanksFailed
 from forge.runtime.private import MARKER, PrivateFolder
 from tests.support import mounts
 from tests.support.runs import Run
@@ -168,6 +173,29 @@ def test_x3_an_untrusted_folder_is_refused_and_nothing_in_it_is_removed(tmp_path
     assert run(option) == 2
     assert "checkpoint.local_dir" in run.output() and "chmod 700" in run.output()
     assert entries(place) == ["deadbeef"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "checkpoint", "discarded"),
+    [(Cause.DISK_FULL, 4, [5]), (Cause.DISK_FULL, -1, []), (Cause.ERROR, 4, [])],
+)
+def test_a_state_without_room_on_a_node_is_discarded_if_there_is_a_checkpoint(
+    cause: Cause, checkpoint: int, discarded: list[int]
+) -> None:
+    """Otherwise, each restart would choose the same state."""
+
+    def fetch(step: int, names: set[str]) -> None:
+        raise RanksFailed("making room for local states failed on rank 1", cause)
+
+    reported: list[str] = []
+    forgotten: list[int] = []
+    local: Any = SimpleNamespace(fetch=fetch, forget_after=forgotten.append)
+    reporter: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=0), event=lambda kind, problem: reported.append(problem)
+    )
+    with pytest.raises(RanksFailed):
+        object.__new__(Tiers)._fetch(local, 6, {"__0_0.distcp"}, checkpoint, reporter)
+    assert forgotten == discarded and len(reported) == len(discarded)
 
 
 def tiny_memory() -> None:
