@@ -49,6 +49,15 @@ class StepPlan:
         return self.global_batch_size * self.seq_len
 
     @property
+    def shapes(self) -> list[Any]:
+        """Return the settings that the compiled model depends on."""
+        return [self.micro_batch_size, self.seq_len, self.sliding_window, self.document_mask]
+
+    def may_compile_after(self, before: StepPlan) -> bool:
+        """Return whether a step may take much longer than the step before, which had the settings `before`."""
+        return self.shapes != before.shapes or self.tokens > 2 * before.tokens
+
+    @property
     def kind(self) -> list[Any]:
         """Return the settings on which the level of the loss depends, as JSON."""
         return [self.seq_len, list(self.weights or ()), self.sliding_window, self.document_mask]

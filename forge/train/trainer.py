@@ -110,15 +110,10 @@ class Trainer:
         """Prepare a step that has other settings than the step before, e.g. because a phase begins. Collective."""
         plan, before, progress, step = self.plan, self._previous, self.progress, self.progress.step
         if before is not None and plan is not before:
-            kinds = {
-                (one.micro_batch_size, one.seq_len, one.sliding_window, one.document_mask)
-                for one in (before, plan)
-            }
-            if len(kinds) > 1:
+            if plan.shapes != before.shapes:
                 # A skipped step is computed again. This needs the model with the sizes and windows of that step.
                 self.process_last_result()
-                self.reporter.phases.may_compile(step + 1)
-            if plan.tokens > 2 * before.tokens:
+            if plan.may_compile_after(before):
                 # The watchdog's limit for the steps so far would be too short.
                 self.reporter.phases.may_compile(step + 1)
         if step:

@@ -233,6 +233,17 @@ def test_before_the_first_save_a_share_of_the_limit_is_reserved_ten_minutes_at_m
     assert TimeLimit(100_000.0, began=clock[0] - 99_401).near(0.0)
 
 
+def test_time_is_reserved_for_the_first_step_of_a_phase_with_longer_steps(clock) -> None:
+    steps = [("first step", 50.0), ("data", 1.0), ("step", 9.0)]
+    limit = after(clock, *steps)
+    clock[0] = 100.0 + 800 - 3 * 4 * 10 - 4 * 50
+    assert limit.near(100.0, growth=4.0, compiles=True)
+    clock[0] -= 1.0
+    assert not limit.near(100.0, growth=4.0, compiles=True)
+    # Afterwards the step of the new phase counts as a step.
+    assert stops_at(after(clock, *steps, ("first step", 90.0)), clock, save_s=100.0) == 100 + 800 - 3 * 91
+
+
 def test_old_steps_and_the_first_one_are_forgotten(clock) -> None:
     phases = [("first step", 500.0), ("step", 300.0), *[("step", 2.0)] * 10]
     assert stops_at(after(clock, *phases), clock, save_s=100.0) == 100 + 800 - 3 * 2
