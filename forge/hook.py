@@ -3,7 +3,8 @@
 `train.hooks = ["package.module:Class"]` adds hooks to a run. Each class must be a subclass of `Hook`. Every rank
 constructs the class with one argument, the `Trainer` (forge/train/trainer.py), once data, model, optimizer and state
 are ready. The constructor may raise `UserError` to refuse the run, and must write no file, because the run directory may
-still hold an earlier history. Each method below is called at one point of the run. Within a step the order is:
+still hold an earlier history. Nor must it call a collective, because ranks would wait for a rank whose hooks cannot be
+made. Each method below is called at one point of the run. Within a step the order is:
 
     before_step  before_data  after_data  before_gradients  after_gradients  before_optimizer  after_optimizer  after_step
 

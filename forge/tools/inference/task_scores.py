@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from forge.data.tokenizer import Tokenizer
 from forge.hook import Hook
+from forge.resilience.watchdog import collective_timeout_s
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import on_every_rank
 from forge.runtime.errors import UserError
@@ -36,8 +38,6 @@ class TaskScores(Hook):
                 raise
             raise UserError("evaluate.tasks: needs the package lm-eval: pip install 'forge[eval]'") from None
         config, self._trainer, self._tasks = trainer.config, trainer, tasks
-        # A separate process group: a failed rank must not disturb the collectives of the model.
-        self._group = dist.new_group(backend="gloo")
         folder = config.evaluate.tasks_path or None
         if folder is not None and not Path(folder).is_dir():
             raise UserError(f"evaluate.tasks_path = {folder}: is not a folder")
@@ -52,6 +52,12 @@ class TaskScores(Hook):
             self._scorer(
                 trainer.data.tokenizer
             )  # raises UserError for a tokenizer without a begin or end token
+
+    def before_run(self, step: int) -> None:
+        # A separate process group: a failed rank must not disturb the collectives of the model. Not in the constructor,
+        # because ranks would wait for a rank whose hooks cannot be made.
+        timeout = timedelta(seconds=collective_timeout_s(self._trainer.config.resilience))
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def after_step(self, step: int) -> None:
         trainer, config = self._trainer, self._trainer.config.evaluate

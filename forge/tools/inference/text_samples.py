@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from forge.data.tokenizer import Tokenizer, begin_text
 from forge.hook import Hook
+from forge.resilience.watchdog import collective_timeout_s
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import on_every_rank
 from forge.runtime.errors import UserError
@@ -30,8 +32,6 @@ class TextSamples(Hook):
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
-        # A separate process group: a failed rank must not disturb the collectives of the model.
-        self._group = dist.new_group(backend="gloo")
         self._prompt: list[int] | None = None
         tokenizer = trainer.data.tokenizer
         if tokenizer is not None:
@@ -40,6 +40,12 @@ class TextSamples(Hook):
             except UserError as error:
                 message = "no samples: %s; set evaluate.sample_prompt"
                 log.warning(message, error, extra=Cause.SIDE_SYSTEM.mark)
+
+    def before_run(self, step: int) -> None:
+        # A separate process group: a failed rank must not disturb the collectives of the model. Not in the constructor,
+        # because ranks would wait for a rank whose hooks cannot be made.
+        timeout = timedelta(seconds=collective_timeout_s(self._trainer.config.resilience))
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def after_step(self, step: int) -> None:
         trainer, tokenizer, prompt = self._trainer, self._trainer.data.tokenizer, self._prompt
