@@ -250,7 +250,7 @@ def _train(
     all_hooks = on_every_rank("making hooks", all_hooks_with_state)
     # Only now, because a refused start must change no file of the run.
     tiers.follow(start)
-    compat.raise_timeouts(collective_timeout_s(config.resilience))  # for groups created by hooks and `follow`
+    compat.raise_timeouts(collective_timeout_s(config.resilience))  # for groups of hooks and `follow`
     history.begin(start)
     on_first_rank(
         "writing config.toml", lambda: replace_atomically(directory.config, to_toml(given).encode())

@@ -91,6 +91,7 @@ class Trainer:
         """
         self.hooks = Hooks(hooks)
         with self.hooks.around_run(self.progress.step):
+            compat.raise_timeouts(collective_timeout_s(self.config.resilience))  # for groups created by hooks
             try:
                 while not self.finished:
                     try:

@@ -108,13 +108,15 @@ class NotJson(Hook):
 
 
 class OwnGroup(Hook):
-    """Make a process group, and write its timeout in seconds at the start."""
+    """Make a process group, and write its timeout in seconds before the first step."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._group = dist.new_group(backend="gloo")
         self._path = trainer.reporter.directory.root / "timeout.txt"
 
     def before_run(self, step: int) -> None:
+        self._group = dist.new_group(backend="gloo")
+
+    def before_step(self, step: int) -> None:
         backend: Any = self._group._get_backend(torch.device("cpu"))
         self._path.write_text(str(backend.options._timeout.total_seconds()))
 

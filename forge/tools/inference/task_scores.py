@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from forge.data.tokenizer import Tokenizer
 from forge.hook import Hook
-from forge.resilience.watchdog import collective_timeout_s
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import on_every_rank
 from forge.runtime.errors import UserError
@@ -56,8 +54,7 @@ class TaskScores(Hook):
     def before_run(self, step: int) -> None:
         # A separate process group: a failed rank must not disturb the collectives of the model. Not in the constructor,
         # because ranks would wait for a rank whose hooks cannot be made.
-        timeout = timedelta(seconds=collective_timeout_s(self._trainer.config.resilience))
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group = dist.new_group(backend="gloo")
 
     def after_step(self, step: int) -> None:
         trainer, config = self._trainer, self._trainer.config.evaluate

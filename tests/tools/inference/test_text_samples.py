@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from forge.config.schema import Resilience
 from forge.data.tokenizer import ByteTokenizer
 from forge.runtime.distributed import RanksFailed, on_every_rank
 from forge.tools.inference import text_samples
@@ -45,9 +44,7 @@ def test_a_sample_begins_as_a_document_or_there_is_one_warning(
     tokenizer.bos_id, tokenizer.eos_id = None, 257 if ends else None
     trainer: Any = SimpleNamespace(
         data=SimpleNamespace(tokenizer=tokenizer),
-        config=SimpleNamespace(
-            evaluate=SimpleNamespace(sample_prompt=prompt, sample_interval=1), resilience=Resilience()
-        ),
+        config=SimpleNamespace(evaluate=SimpleNamespace(sample_prompt=prompt, sample_interval=1)),
         is_due=lambda interval: True,
         reporter=SimpleNamespace(phases=SimpleNamespace(during=lambda *_: monkeypatch.context())),
         metrics=SimpleNamespace(text=lambda *_: None),
