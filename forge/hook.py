@@ -191,16 +191,21 @@ class Hooks:
                 ) from None
         return found
 
-    def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Restore each hook from its entry in `saved`, a result of `state`. Log missing entries and unused entries."""
+    def load_state(self, saved: Mapping[str, Any], rolls_back: bool = False) -> None:
+        """Restore each hook from its entry in `saved`, a result of `state`. Log missing entries and unused entries.
+
+        rolls_back: the hooks have seen steps that the run has abandoned.
+        """
         names = dict(self._with_state())
+        effect = "keeps its present state" if rolls_back else "starts from its initial state"
         for name, hook in names.items():
             if name in saved:
                 _call(hook, "load_state_dict", saved[name])
             else:
                 log.warning(
-                    "the checkpoint has no state of hook %s: the hook starts from its initial state",
+                    "the checkpoint has no state of hook %s: the hook %s",
                     name,
+                    effect,
                     extra=NOTE,
                 )
         for name in sorted(saved.keys() - names.keys()):

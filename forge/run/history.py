@@ -96,7 +96,7 @@ class History:
         self._load(start, [rollback])
         trainer.model.discard_fingerprints()
         self.begin(start)
-        trainer.hooks.load_state(point.state.get("hooks", {}))
+        trainer.hooks.load_state(point.state.get("hooks", {}), rolls_back=True)
         trainer.hooks.call("after_rollback", point.step)
 
     def _load(self, start: Start, rollbacks: Sequence[Rollback] = ()) -> None:

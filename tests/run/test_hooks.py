@@ -182,6 +182,16 @@ def test_the_state_of_a_hook_goes_back_with_a_rollback(tmp_path) -> None:
     assert found["began"] == [[0, 0], [4, 4]] and len(found["losses"]) == 10
 
 
+def test_a_rollback_to_a_checkpoint_without_a_hooks_state_says_that_the_hook_keeps_its_own(caplog) -> None:
+    hook = Remembering(None)  # type: ignore[arg-type]
+    hook.name, hook.losses = "mine:Hook", [1.5]
+    Hooks([hook]).load_state({}, rolls_back=True)
+    assert hook.losses == [1.5]
+    assert caplog.messages == [
+        "the checkpoint has no state of hook mine:Hook: the hook keeps its present state"
+    ]
+
+
 def test_a_hook_without_a_saved_state_starts_afresh_and_a_removed_hook_is_named(tmp_path) -> None:
     run = Run(tmp_path)
     assert run("--train.steps=4") == 0
