@@ -198,9 +198,9 @@ class Checkpoint(Section):
     init: str = ""
     """Checkpoint or imported folder with the initial weights of a new run, which begins at step 0. Empty: random weights."""
     init_changes: Annotated[ListOf[Text], unused_if("checkpoint.init", "")] = ()
-    """Keys of [model] whose values may differ from those in the checkpoint `init`, e.g. ["model.norm_eps"]. The keys of
-    a longer context (rope_theta, rope_scaling, sliding_window, layer_pattern) need no entry. Any other difference is an
-    error."""
+    """Keys of [model] whose values may differ from those in the checkpoint `init`, e.g. ["model.norm_eps"]. Keys of
+    a longer context (rope_theta, rope_scaling, sliding_window, sliding_rope_theta, layer_pattern) and keys that affect
+    only training need no entry. Any other difference is an error."""
     verify: bool = True
     """Verify all checksums before loading. false: skip the checksums of tensor files."""
     max_failed_saves: Count = 5
