@@ -22,7 +22,7 @@ A hook may:
 - Write files, on the first rank only (`trainer.reporter.world.rank == 0`). `trainer.metrics.scalars` checks the rank
   itself.
 - Request the end of the run, on any rank: `trainer.request_stop(reason)`. All ranks make at most two more steps, save, and
-  stop.
+  stop. Job scripts do not start the run again, unless `final=False`.
 - Raise an exception: the run fails, and the message names the hook.
 
 A hook should not synchronise with the device in a step (`tensor.item()`, `print(tensor)`), because this delays the

@@ -168,6 +168,7 @@ class TimeLimit:
         self.evaluations_s = evaluations_s
         self._phase, self._since = "", began
         self._evaluated_s = 0.0  # since the last step
+        self._compilation_s = 0.0  # of the next step
         self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=10))
 
     def enter(self, phase: str, _step: int) -> None:
@@ -177,27 +178,26 @@ class TimeLimit:
             self._evaluated_s += now - self._since
             self.evaluations_s = max(self.evaluations_s, self._evaluated_s)
         else:
-            # After the first step of the process, a "first step" is that of a phase with longer steps, or a new shape.
-            later = self._phase == "first step" and self._recent["first step"]
-            for kind in {self._phase, "step"} if later else {self._phase}:
-                self._recent[kind].append(now - self._since)
+            self._recent[self._phase].append(now - self._since)
         if phase in ("data", "first step"):
             self._evaluated_s = 0.0
         self._phase, self._since = phase, now
 
-    def near(self, save_s: float, growth: float = 1.0, compiles: bool = False) -> bool:
-        """Return whether the run must stop now.
+    def expect(self, growth: float, compiles: bool) -> None:
+        """Adapt to the settings of the next step. Call once per step.
 
-        save_s: duration of the slowest save so far in seconds; 0: no save yet. growth: tokens of the next step per token
-        of this step. compiles: True if the next step may take as long as a first step.
+        growth: tokens of the next step per token of this step. compiles: True if the next step may compile.
         """
+        growth = max(growth, 1.0)
+        self._recent["step"] = deque((growth * step_s for step_s in self._recent["step"]), maxlen=10)
+        self._compilation_s = growth * max(self._recent["first step"], default=0.0) if compiles else 0.0
+
+    def near(self, save_s: float) -> bool:
+        """Return whether the run must stop now. save_s: duration of the slowest save so far in seconds; 0: no save yet."""
         # In the worst case a save is in flight, and the final save has to wait for it.
         saves = 2 * save_s if save_s else min(UNKNOWN_SAVE * self._limit_s, UNKNOWN_SAVE_S)
         steps = STEPS * sum(max(self._recent[phase], default=0.0) for phase in ("data", "step"))
-        steps *= max(growth, 1.0)
-        if compiles:
-            steps += growth * max(self._recent["first step"], default=0.0)
         # A single evaluation, perhaps on a slow day, must not leave too little time for steps.
         evaluations = min(self.evaluations_s, MOST_EVALUATIONS * self._limit_s)
-        reserve = saves + steps + evaluations + self._waits_s
+        reserve = saves + steps + self._compilation_s + evaluations + self._waits_s
         return time.monotonic() - self._began + reserve >= self._limit_s

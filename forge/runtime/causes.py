@@ -146,9 +146,10 @@ class Cause(StrEnum):
         *(
             "local_damaged",
             _COSTS,
-            "a node-local state was damaged or too large for a node; a copy or an older state was used",
+            "a node-local state was damaged or too large for a node; forge uses a copy or an older state",
         ),
-        "If it happens again, look at the memory of that node, or raise `checkpoint.peers`.",
+        "If it happens again, look at the memory of that node, or raise `checkpoint.peers`. If a state was too large, make "
+        "room in `checkpoint.local_dir`.",
     )
     MIRROR_FAILED = (
         *("mirror_failed", _COSTS, "a copy in `checkpoint.mirror` was not made, or cannot be used"),

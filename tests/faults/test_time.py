@@ -21,6 +21,7 @@ def test_p5_a_run_saves_and_stops_before_its_time_limit(tmp_path, world: int) ->
     status = run.status()
     assert 3.25 <= 0.5 * status["step"] <= 4.75
     assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    assert "final" not in status  # job scripts start the run again
     assert "resilience.time_limit_s" in status["reason"]
     assert run.checkpoints()[-1] == f"step-{status['step']:08d}"
     assert run.metrics()[-1]["step"] == status["step"]

@@ -124,10 +124,18 @@ def test_an_agent_learns_its_clock_offset_and_the_rendezvous_ends_with_the_run()
     assert elastic.OWN_SIGNAL_S < 30  # PyTorch's agents kill their ranks after 30 s
 
 
-@pytest.mark.parametrize("state, code", [("stopped", STOPPED), ("finished", FINISHED), ("", FINISHED)])
-def test_a_stopped_run_exits_75_even_if_its_ranks_exit_0(tmp_path, state, code) -> None:
-    if state:
+@pytest.mark.parametrize(
+    "status, code",
+    [
+        ({"state": "stopped"}, STOPPED),
+        ({"state": "stopped", "final": True}, FINISHED),
+        ({"state": "finished"}, FINISHED),
+        ({}, FINISHED),
+    ],
+)
+def test_a_stopped_run_exits_75_even_if_its_ranks_exit_0(tmp_path, status, code) -> None:
+    if status:
         (tmp_path / "mine").mkdir()
-        (tmp_path / "mine" / "status.json").write_text(json.dumps({"state": state}))
+        (tmp_path / "mine" / "status.json").write_text(json.dumps(status))
     argv = ["--config=debug.toml", "--run.name=mine", f"--run.output_dir={tmp_path}"]
     assert agent.exit_code_at_end(argv) == code

@@ -236,12 +236,17 @@ def test_before_the_first_save_a_share_of_the_limit_is_reserved_ten_minutes_at_m
 def test_time_is_reserved_for_the_first_step_of_a_phase_with_longer_steps(clock) -> None:
     steps = [("first step", 50.0), ("data", 1.0), ("step", 9.0)]
     limit = after(clock, *steps)
-    clock[0] = 100.0 + 800 - 3 * 4 * 10 - 4 * 50
-    assert limit.near(100.0, growth=4.0, compiles=True)
-    clock[0] -= 1.0
-    assert not limit.near(100.0, growth=4.0, compiles=True)
-    # Afterwards the step of the new phase counts as a step.
-    assert stops_at(after(clock, *steps, ("first step", 90.0)), clock, save_s=100.0) == 100 + 800 - 3 * 91
+    limit.expect(growth=4.0, compiles=True)
+    assert stops_at(limit, clock, save_s=100.0) == 100 + 800 - 3 * (1 + 4 * 9) - 4 * 50
+    # The next step has the same settings: the compilation is over.
+    limit.expect(growth=1.0, compiles=False)
+    assert stops_at(limit, clock, save_s=100.0) == 100 + 800 - 3 * (1 + 4 * 9)
+
+
+def test_a_phase_with_shorter_steps_reserves_a_whole_compilation(clock) -> None:
+    limit = after(clock, ("first step", 50.0), ("data", 1.0), ("step", 9.0))
+    limit.expect(growth=0.25, compiles=True)
+    assert stops_at(limit, clock, save_s=100.0) == 100 + 800 - 3 * 10 - 50
 
 
 def test_old_steps_and_the_first_one_are_forgotten(clock) -> None:

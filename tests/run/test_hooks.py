@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ import torch
 import torch.distributed as dist
 
 from forge.checkpoint import read_state
+from forge.config import Phases, parse_toml_text
 from forge.hook import EVENTS, Hook, Hooks, StepResult
+from forge.observe.report import RunPhases
+from forge.run.hooks import StopBeforeTimeLimit
 from forge.train.trainer import Trainer
+from tests.support.equivalence import tiny_config
 from tests.support.pages import REPOSITORY, blocks
 from tests.support.runs import FLOAT64, Run
 
@@ -285,3 +290,44 @@ def test_the_examples_of_the_page_write_their_numbers(tmp_path) -> None:
     assert [point.step for point in norms] == list(range(1, 10))
     for point, line in zip(norms, run.metrics(), strict=False):
         assert 0 < point.value < line["grad_norm"]
+
+
+class Expecting:
+    """A time limit that is never near. It records what each step expects of the next one."""
+
+    evaluations_s = 0.0
+
+    def __init__(self, *_: float) -> None:
+        self.expected: list[tuple[float, bool]] = []
+
+    def enter(self, phase: str, step: int) -> None:
+        pass
+
+    def expect(self, growth: float, compiles: bool) -> None:
+        self.expected.append((growth, compiles))
+
+    def near(self, save_s: float) -> bool:
+        return False
+
+
+def test_the_time_limit_knows_the_settings_of_the_next_step(monkeypatch) -> None:
+    """The second phase has longer sequences, and the third one a larger batch."""
+    monkeypatch.setattr("forge.run.hooks.TimeLimit", Expecting)
+    monkeypatch.setattr("forge.run.hooks._slowest_evaluation_s", lambda trainer: 0.0)
+    config = parse_toml_text(
+        tiny_config() + "[[phase]]\nuntil_tokens = 640\nseq_len = 40\n[[phase]]\nuntil_tokens = 1920\n"
+        "[[phase]]\nglobal_batch_size = 12\n"
+    )
+    reporter = SimpleNamespace(phases=RunPhases(), world=SimpleNamespace(first_process=os.getpid()))
+    trainer = SimpleNamespace(config=config, phases=Phases(config), reporter=reporter)
+    hook = StopBeforeTimeLimit(trainer, SimpleNamespace(slowest_s=0.0), 100.0)  # type: ignore[arg-type]
+    for step, tokens in enumerate((0, 320, 640, 1280, 1920), 1):
+        trainer.plan, trainer.progress = trainer.phases.at(tokens), SimpleNamespace(tokens=tokens)
+        hook.after_data(step)
+    assert hook._limit.expected == [
+        (1.0, False),
+        (2.0, True),
+        (1.0, False),
+        (1.5, False),
+        (1.0, False),
+    ]

@@ -43,7 +43,7 @@ def _layout(runs: Sequence[RunRecord]) -> list[Part]:
             found[run.name] = {
                 "ranks": started.get("world_size"),
                 "launcher": started.get("launcher"),
-                "engine": started.get("data_parallel"),
+                "engine": started.get("data_parallel", run.config.get("parallel", {}).get("data_parallel")),
                 **started.get("layout", {}),
             }
     return _columns("Degrees of parallelism of the latest start", found)

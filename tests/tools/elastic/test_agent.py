@@ -40,7 +40,7 @@ def restarts_left(monkeypatch, agent: _Agent, number: str, code: int | None) -> 
 
 @pytest.mark.parametrize(
     ("cause", "code", "left"),
-    [("bad_steps", 1, 0), ("spike", 1, 0), ("copies_differ", 1, 0), ("killed", 1, 5), ("bad_steps", None, 5)],
+    [("bad_steps", 1, 0), ("spike", 1, 0), ("copies_differ", 1, 5), ("killed", 1, 5), ("bad_steps", None, 5)],
 )
 def test_a_run_that_roll_backs_have_not_helped_is_not_restarted(
     monkeypatch, tmp_path, cause: str, code: int | None, left: int
