@@ -110,10 +110,11 @@ def _partial_gradients(config: Config) -> Iterator[Problem]:
 
 def _experts_without_kernel(config: Config) -> Iterator[Problem]:
     """Yield a problem if routed experts use blockwise without emulation, because no GPU has a kernel for them."""
-    precision = config.precision
-    excluded = any(fnmatchcase("layers.0.feed_forward.experts", p) for p in precision.float8_exclude)
-    converted = config.model.moe is not None and precision.float8_experts is not False and not excluded
-    if precision.float8 == "blockwise" and precision.float8_emulate is False and converted:
+    precision, model = config.precision, config.model
+    experts = [f"layers.{i}.feed_forward.experts" for i in range(model.n_layers) if model.has_experts(i)]
+    converted = [one for one in experts if not any(fnmatchcase(one, p) for p in precision.float8_exclude)]
+    never = precision.float8_emulate is False and precision.float8_experts is not False
+    if precision.float8 == "blockwise" and never and converted:
         kernel = "cannot be false with blockwise, because no GPU has a kernel for routed experts in it"
         remedy = "use auto, which emulates their products, or set precision.float8_experts = false"
         yield problem("precision.float8_emulate", kernel, remedy, "precision.float8", "model.moe")

@@ -110,6 +110,8 @@ KEY_HEADS = (
             [
                 "--precision.float8=blockwise",
                 "--precision.float8_emulate=false",
+                '--precision.float8_exclude=["layers.0.*"]',
+                "--model.moe.n_dense_layers=1",
                 "--model.moe.n_experts=4",
                 "--model.moe.top_k=2",
                 "--model.moe.expert_dim=128",

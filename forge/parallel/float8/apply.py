@@ -61,6 +61,12 @@ def apply_float8(model: nn.Module, layout: Layout) -> None:
     check_patterns(model, precision.float8_exclude)
     chosen, left_out = choose_layers(model, precision)
     experts = choose_experts(model, precision)
+    # The configuration is checked before, but a user's model may have experts without [model.moe].
+    if experts and precision.float8 == "blockwise" and precision.float8_emulate is False:
+        raise UserError(
+            "precision.float8_emulate = false: no GPU has a kernel for routed experts in blockwise; use auto, which emulates "
+            "their products, or set precision.float8_experts = false"
+        )
     form = FORMATS.get(precision.float8)
     gather = form is None and gathers_in_float8(chosen, layout)
     _log_choice(precision.float8, gather, chosen, left_out)

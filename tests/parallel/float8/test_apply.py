@@ -14,7 +14,7 @@ from forge.config import parse_toml_text
 from forge.config.layout import Precision
 from forge.parallel import modules
 from forge.parallel.build import build_meta_model
-from forge.parallel.float8 import apply_float8, torchao
+from forge.parallel.float8 import apply, apply_float8, torchao
 from forge.parallel.float8.apply import choose_experts, choose_layers, emulates
 from forge.parallel.float8.layers import BlockFormatLinear
 from forge.parallel.layout import make_layout
@@ -271,6 +271,17 @@ def test_a_gpu_without_kernels_emulates_and_reports_it(
         with pytest.raises(UserError, match="float8_emulate = false"):
             emulates(precision.model_copy(update={"float8_emulate": False}), "cuda")
     assert emulates(precision.model_copy(update={"float8_emulate": True}), "cuda")
+
+
+def test_experts_of_a_users_model_in_blockwise_have_no_kernel_on_any_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(apply, "missing_kernels", lambda *_: "")
+    chosen = config('float8 = "blockwise"', "[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 128\n")
+    never = chosen.precision.model_copy(update={"float8_emulate": False})
+    layout = make_layout(chosen.model_copy(update={"precision": never}), FakeMeshes)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="no GPU has a kernel for routed experts in blockwise; use auto"):
+        apply_float8(build_meta_model(chosen), layout)
 
 
 def test_tensor_parallelism_across_a_block_is_refused_with_the_nearest_degree() -> None:
