@@ -255,7 +255,7 @@ class ModelConfig(Section):
     """Kinds of layers, repeated over the depth. full: attention to the whole context. sliding: attention to the last
     sliding_window tokens. nope: attention to the whole context, without RoPE. linear: linear attention, see
     [model.linear_attention]. []: all layers are sliding, or full if sliding_window is 0."""
-    sliding_window_pattern: Annotated[Count, NO_PATTERN, WITH_WINDOW] = 0
+    sliding_window_pattern: Annotated[int, Ge(0), Le(10_000), NO_PATTERN, WITH_WINDOW] = 0
     """With sliding_window and without layer_pattern: every n-th layer is full. 0: all layers are sliding."""
     logit_soft_cap: NonNegativeNumber = 0.0
     """Output logits become cap * tanh(logits / cap). 0: off."""

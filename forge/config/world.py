@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
+from math import isqrt, prod
 
 from forge.config.checks import divisors
 from forge.config.load import CommandLine, load_command
@@ -139,7 +139,7 @@ def _check_batch(config: Config, dp: int) -> Iterator[Problem]:
         return
     remedy = f"set train.global_batch_size = {multiples(batch, micro * dp)}"
     if batch % dp == 0:
-        best = max(size for size in range(1, micro) if batch // dp % size == 0)
+        best = _divisor(batch // dp, micro - 1)
         remedy += f", or train.micro_batch_size = {best}"
     product = f"{micro} * {replicate} * {dp // replicate} = {micro * dp}"
     equation = f"micro_batch_size * dp_replicate * dp_shard = {product}"
@@ -169,7 +169,8 @@ def choose_layout(command: CommandLine, config: Config, world_size: int) -> tupl
 
 def _divisor(number: int, most: int) -> int:
     """Return the largest divisor of `number` that is at most `most`."""
-    return max(one for one in range(1, most + 1) if number % one == 0)
+    small = [one for one in range(1, min(isqrt(number), most) + 1) if number % one == 0]
+    return max(one for one in (*small, *(number // one for one in small)) if one <= most)
 
 
 def _with(command: CommandLine, text: str) -> Config:

@@ -136,6 +136,11 @@ def test_everything_wrong_is_reported_at_once() -> None:
     assert "reshard_after_forward" in text and "global_batch_size" in text
 
 
+def test_a_huge_microbatch_is_refused_at_once() -> None:
+    text = refusal(2, train={"global_batch_size": 12, "micro_batch_size": 10**12})
+    assert text.endswith("or train.micro_batch_size = 6")
+
+
 SMALL = st.integers(1, 12)
 
 
