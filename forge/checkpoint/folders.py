@@ -18,7 +18,7 @@ from pathlib import Path
 
 from forge.checkpoint.manifest import MANIFEST
 from forge.runtime.causes import Cause
-from forge.runtime.errors import UserError
+from forge.runtime.errors import UserError, unreadable
 from forge.runtime.fault import fault_point
 
 logger = logging.getLogger(__name__)
@@ -56,11 +56,14 @@ def find_checkpoint(path: Path) -> Path:
 
     The checkpoint is not verified. Raises UserError (exit 2) if there is none.
     """
-    if (path / MANIFEST).is_file():
-        return path
-    for root in (path / "checkpoints", path):
-        if found := steps(root):
-            return root / step_name(found[-1])
+    try:
+        if (path / MANIFEST).is_file():
+            return path
+        for root in (path / "checkpoints", path):
+            if found := steps(root):
+                return root / step_name(found[-1])
+    except OSError as error:  # e.g. a folder without search permission
+        raise unreadable(path, error) from None
     raise UserError(
         f"{path}: {'does not exist' if not path.exists() else 'holds no complete checkpoint'}; name a checkpoint (a folder "
         f"with {MANIFEST}) or the folder of a run that has saved one"

@@ -240,10 +240,14 @@ def _find_config(command: CommandLine, problems: list[Problem]) -> Path | None:
         problems.append(Problem(("--config",), "missing", needed))
         return None
     given, argument = Path(command.config), (f"--config {command.config}",)
-    for folder in (Path(), CONFIGS):
-        for path in (folder / given, folder / f"{given}.toml"):
-            if path.is_file():
-                return path
+    try:
+        for folder in (Path(), CONFIGS):
+            for path in (folder / given, folder / f"{given}.toml"):
+                if path.is_file():
+                    return path
+    except OSError as error:  # a folder without search permission, or a name of more than 255 bytes
+        problems.append(Problem(argument, f"cannot be read: {error.strerror}", shipped))
+        return None
     if given.is_dir():
         own = f" (such as {given / 'config.toml'})" if (given / "config.toml").is_file() else ""
         problems.append(Problem(argument, "is a folder", f"give a TOML file{own}, or a name ({shipped})"))

@@ -82,17 +82,17 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if str(path) == BYTES:
         return ByteTokenizer()
     file = Path(path)
-    if file.is_dir():
-        if (file / BYTES_FILE).is_file():
-            return ByteTokenizer()
-        found = [file / name for name in (JSON_FILE, MODEL_FILE) if (file / name).is_file()]
-        if not found:
-            raise UserError(
-                f"tokenizer {file}: the folder has no {JSON_FILE} and no {MODEL_FILE}; make a tokenizer with "
-                "scripts/train_tokenizer.py, or use 'bytes', which needs no file"
-            )
-        file = found[0]
     try:
+        if file.is_dir():
+            if (file / BYTES_FILE).is_file():
+                return ByteTokenizer()
+            found = [file / name for name in (JSON_FILE, MODEL_FILE) if (file / name).is_file()]
+            if not found:
+                raise UserError(
+                    f"tokenizer {file}: the folder has no {JSON_FILE} and no {MODEL_FILE}; make a tokenizer with "
+                    "scripts/train_tokenizer.py, or use 'bytes', which needs no file"
+                )
+            file = found[0]
         content = file.read_bytes()
         if file.suffix != ".json":
             return SentencePieceTokenizer(content, str(file))

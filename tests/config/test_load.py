@@ -34,6 +34,11 @@ def test_a_missing_config_is_reported_with_the_nearest_name() -> None:
         load_config(["--config", "debgu.toml"])
 
 
+def test_a_config_name_too_long_for_a_file_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--config x+: cannot be read: File name too long; configs/ has"):
+        load_config(["--config", "x" * 300])
+
+
 def test_the_run_is_named_after_the_file_unless_it_has_a_name(tmp_path) -> None:
     assert load(tmp_path).run.name == "tiny"
     assert load(tmp_path, "--run.name=other").run.name == "other"

@@ -213,7 +213,9 @@ def test_a_damaged_checkpoint_is_skipped_and_left_in_place(run, tmp_path) -> Non
         (["--prompt", "a", "--no-cache", "--draft"], "cannot be combined with --no-cache"),
         (["--prompt", "a", "--device", "gpu7"], "--device gpu7: cannot be used"),
         (["--prompt", "a", "--tokenizer", "absent.model"], "tokenizer absent.model: cannot be read"),
+        (["--prompt", "a", "--tokenizer", "x" * 300], "cannot be read: File name too long"),
         (["--prompt", "a", "--checkpoint", "absent"], "absent: does not exist"),
+        (["--prompt", "a", "--checkpoint", "x" * 300], "cannot be read: File name too long"),
         (["--prompt", "a", "--checkpoint", "data"], "data: holds no complete checkpoint"),
     ],
 )

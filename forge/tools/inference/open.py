@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def _open(
 
 
 def _find_undamaged(path: Path, verify: bool) -> Path:
-    if (path / "config.json").is_file() and not (path / MANIFEST).exists():
+    if os.path.isfile(path / "config.json") and not (path / MANIFEST).exists():
         raise UserError(
             f"{path}: is a model in the format of transformers; convert it with "
             f"scripts/convert.py from-hf --input {path} --output FOLDER"
