@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -48,7 +47,7 @@ from forge.runtime.errors import FAILED, FINISHED, STOPPED, UserError
 from forge.runtime.fault import fault_point
 from forge.runtime.files import replace_atomically
 from forge.runtime.imports import load_function
-from forge.runtime.terminal import stderr
+from forge.runtime.terminal import print_result, stderr
 from forge.runtime.tools import PLANNER
 from forge.runtime.world import World, join, read_world
 from forge.train.trainer import Trainer
@@ -71,11 +70,13 @@ def _main(argv: list[str], signals: StopSignals) -> int:
     try:
         command = parse_command_line(argv)
         if command.action == "help":
-            _print(world.rank, help_text())
+            if world.rank == 0:
+                print_result(help_text())
             return FINISHED
         config = load_command(command)
         if command.action == "print_config":
-            _print(world.rank, to_toml(config))
+            if world.rank == 0:
+                print_result(to_toml(config))
             return FINISHED
         if command.action == "plan":
             return load_function(PLANNER)(config, command) if world.rank == 0 else FINISHED
@@ -295,11 +296,3 @@ def _report_done(config: Config, start: Start, step: int, reporter: Reporter) ->
         )
     reporter.running(step)
     log.info("%s is finished: %s. Raise %s to continue.", config.run.name, done, key)
-
-
-def _print(rank: int, text: str) -> None:
-    if rank == 0:
-        try:
-            print(text, flush=True)
-        except BrokenPipeError:  # e.g. `| head` has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import threading
 import unicodedata
 from collections import deque
 from typing import TextIO
+
+from forge.runtime.errors import FAILED, UserError, storage_cause
 
 # Seconds until the reader counts as stuck, and the maximum number of texts kept until it reads again.
 PATIENCE_S, MOST = 1.0, 1000
@@ -98,6 +101,18 @@ def patient(stream: TextIO | None) -> TextIO | PatientStream:
     except OSError:
         return stream
     return stderr if descriptor == 2 else PatientStream(descriptor, stream.encoding)
+
+
+def print_result(text: str) -> None:
+    """Print `text` to stdout. A closed pipe, e.g. of `| head`, is no error. Raises UserError (exit 1) for a full disk."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        raise UserError(
+            f"stdout: cannot be written: {error.strerror}", FAILED, storage_cause(error)
+        ) from None
 
 
 # Characters that reorder the text around them.

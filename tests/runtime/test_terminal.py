@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 
 import pytest
 
 from forge.runtime import terminal
-from forge.runtime.terminal import PatientStream
+from forge.runtime.errors import FAILED, UserError
+from forge.runtime.terminal import PatientStream, print_result
 
 
 @pytest.fixture
@@ -94,3 +97,19 @@ def test_a_descriptor_made_non_blocking_elsewhere_loses_nothing(pipe) -> None:
     stream = PatientStream(writer)
     stream.write("kept\n")
     assert read(reader, "kept\n") == ["kept"]
+
+
+def test_a_result_into_a_closed_pipe_is_no_error(monkeypatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        print_result("text")
+
+
+def test_a_result_onto_a_full_disk_is_an_error_in_one_sentence(monkeypatch) -> None:
+    with contextlib.suppress(OSError), open("/dev/full", "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(UserError, match="stdout: cannot be written: No space left on device") as caught:
+            print_result("text")
+        assert caught.value.exit_code == FAILED

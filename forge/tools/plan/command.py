@@ -11,6 +11,7 @@ from typing import Any
 from forge.config import CommandLine, Config, Phases, check_world, choose_layout
 from forge.config.phases import variants
 from forge.runtime.errors import DOES_NOT_FIT, FINISHED, UserError
+from forge.runtime.terminal import print_result
 from forge.tools.plan.advice import remedy_for
 from forge.tools.plan.hardware import Hardware, find_hardware
 from forge.tools.plan.layouts import Changes, with_changes
@@ -55,10 +56,10 @@ def plan(config: Config, command: CommandLine) -> int:
     remedy = remedy_for(made, allowed_in_phases(whole, degrees.world)) if made.fits is False else None
     if command.json:
         of_phases = {"steps": whole.train.steps, "phases": phases_as_json(whole)} if whole.phase else {}
-        print(json.dumps(as_json(made, crowded, remedy) | of_phases, indent=1), flush=True)
+        print_result(json.dumps(as_json(made, crowded, remedy) | of_phases, indent=1))
     else:
         of_phases_text = f"\n\n{phases_as_text(whole, made)}" if whole.phase else ""
-        print(as_text(made, crowded, remedy) + of_phases_text, flush=True)
+        print_result(as_text(made, crowded, remedy) + of_phases_text)
     return DOES_NOT_FIT if made.fits is False else FINISHED
 
 
@@ -76,11 +77,11 @@ def _search(whole: Config, world: int, hardware: Hardware, *, as_object: bool) -
             "fewest_processes": fewest,
             "remedy": remedy_as_json(remedy),
         }
-        print(json.dumps(answer, indent=1), flush=True)
+        print_result(json.dumps(answer, indent=1))
     else:
-        print(search_as_text(config, world, hardware, found[:BEST], fewest), flush=True)
+        print_result(search_as_text(config, world, hardware, found[:BEST], fewest))
         if remedy is not None:
-            print(remedy_as_text(remedy, hardware), flush=True)
+            print_result(remedy_as_text(remedy, hardware))
     return FINISHED if fits else DOES_NOT_FIT
 
 
