@@ -14,7 +14,7 @@ from forge.checkpoint.loading import TensorReader
 from forge.data.tokenizer import load_tokenizer
 from forge.runtime.errors import FAILED, UserError
 from forge.runtime.files import replace_atomically, sync_folder
-from forge.tools.hf.folder import Conversion, ReportProgress, new_folder, no_progress
+from forge.tools.hf.folder import Conversion, ReportProgress, new_folder, no_progress, refuse_existing
 from forge.tools.hf.kimi import nested
 from forge.tools.hf.model_config import choose_architecture, write_model
 from forge.tools.hf.safetensors import DTYPES, Planned, write_tensors
@@ -44,6 +44,7 @@ def export_weights(
     Raises UserError if the checkpoint is damaged (exit 77), or if transformers has no class for the model or no format for
     the tokenizer (exit 2). Raises OSError if `output` cannot be written. After any error `output` does not exist.
     """
+    refuse_existing(output)  # before the checkpoint is read in full
     reader = TensorReader.verified(checkpoint, lambda done, total: progress("verifying", done, total))
     config = trained_config(checkpoint)
     architecture = choose_architecture(config.model)

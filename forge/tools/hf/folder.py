@@ -26,6 +26,12 @@ def no_progress(activity: str, done: int, total: int) -> None:
     """Report nothing."""
 
 
+def refuse_existing(output: Path) -> None:
+    """Raise UserError if `output` exists and is not an empty folder."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output}: exists already; choose another folder, or remove this one")
+
+
 @contextmanager
 def new_folder(output: Path, needed: int) -> Iterator[Path]:
     """Yield an empty temporary folder beside `output`. The caller fills it and renames it to `output`.
@@ -33,8 +39,7 @@ def new_folder(output: Path, needed: int) -> Iterator[Path]:
     At the end, remove the temporary folder unless it was renamed. needed: required free space in bytes. Raises UserError if
     `output` exists and is not empty or cannot be written (exit 2), or if the file system has too little space (exit 1).
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output}: exists already; choose another folder, or remove this one")
+    refuse_existing(output)
     with ExitStack() as stack:
         try:
             partial = stack.enter_context(folder_beside(output))

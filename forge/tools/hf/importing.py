@@ -30,7 +30,7 @@ from forge.tools.hf.quantized import Blocks, Scaled, with_blocks, with_scales
 from forge.tools.hf.safetensors import DTYPES, Stored, find_tensors
 from forge.tools.hf.table import architecture_of
 from forge.tools.hf.tensors import Weight, modules_ahead, weights_of
-from forge.tools.hf.tokenizer import import_files
+from forge.tools.hf.tokenizer import import_files, refuse_foreign
 
 _SHOWN = 5
 
@@ -44,9 +44,9 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
     Raises UserError (exit 2), naming key, tensor or file, if forge cannot compute the model or if a part is missing or
     damaged. After any error `output` does not exist.
     """
-    files = import_files(source)
     described = source / "config.json"
     values = _read_object(described)
+    files = import_files(source)
     try:
         architecture = architecture_of(values, described)
         if architecture.prefix:
@@ -66,6 +66,7 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
     embedding = stored.get(f"{architecture.prefix}{ENDS['embedding']}.weight")
     dtype = DTYPES.get(embedding.dtype, torch.float32) if embedding else torch.float32
     config = _config(model, values, described, output, dtype, tokenizer=bool(files))
+    refuse_foreign(files, source, config.model.vocab_size)
     weights = weights_of(config.model, architecture)
     dtypes = _match(source, config, weights, stored, architecture.ignored)
     weights = [weight for weight in weights if not weight.is_copy]

@@ -82,6 +82,24 @@ def import_files(folder: Path) -> dict[str, bytes]:
     return _described(folder) if described.is_file() else {}
 
 
+def refuse_foreign(files: dict[str, bytes], folder: Path, vocab_size: int) -> None:
+    """Raise UserError if the tokenizer `files` of `folder` cannot be read, or has ids beyond the model's `vocab_size`.
+
+    Added tokens may exceed it: Gemma 3 of text alone has a token for images.
+    """
+    if MODEL_FILE in files:
+        name, size = MODEL_FILE, SentencePieceTokenizer(files[MODEL_FILE], MODEL_FILE).vocab_size
+    elif JSON_FILE in files:
+        name, size = JSON_FILE, _vocab_size(folder / JSON_FILE, added=False)
+    else:
+        return
+    if size > vocab_size:
+        raise UserError(
+            f"tokenizer {folder / name}: has {size} tokens, but config.json has vocab_size = {vocab_size}; put the "
+            "model's own tokenizer there, or remove this one"
+        )
+
+
 def _has_ends_of(tokenizer: SentencePieceTokenizer, folder: Path) -> bool:
     """Return whether the begin and end tokens of `tokenizer` are those that the settings files in `folder` name.
 
@@ -131,12 +149,14 @@ def _with_begin(files: dict[str, bytes], name: str) -> bytes:
     return _text(described)
 
 
-def _vocab_size(described: Path) -> int:
+def _vocab_size(described: Path, *, added: bool = True) -> int:
+    """Return the number of ids in the tokenizer.json `described`. added: count the tokens added to the vocabulary."""
     try:
         tokenizer = read_json(described.read_text("utf-8"))
         vocab = tokenizer["model"]["vocab"]
         ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-        return 1 + max([*ids, *(token["id"] for token in tokenizer["added_tokens"])], default=-1)
+        later = [token["id"] for token in tokenizer["added_tokens"]]
+        return 1 + max([*ids, *(later if added else [])], default=-1)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"tokenizer {described}: is not a tokenizer.json: {error}") from None
 

@@ -215,6 +215,18 @@ BAD: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
         lambda folder: (folder / "tokenizer.model").write_bytes(b"no model"),
         ["tokenizer.model", "is not a SentencePiece model"],
     ),
+    "tokenizer_truncated": (
+        "llama",
+        lambda folder: (folder / "tokenizer.json").write_text('{"model": {"vo'),
+        ["tokenizer.json", "is not a tokenizer.json"],
+    ),
+    "tokenizer_foreign": (
+        "llama",
+        lambda folder: (folder / "tokenizer.json").write_text(
+            json.dumps({"model": {"vocab": {"a": 10**6}}, "added_tokens": []})
+        ),
+        ["tokenizer.json: has 1000001 tokens, but config.json has vocab_size = "],
+    ),
 }
 
 
@@ -256,6 +268,15 @@ def test_what_is_there_is_not_overwritten(folders: Path, tmp_path: Path, capsys)
     (tmp_path / "out" / "notes").write_text("mine")
     for direction, name in (("to-hf", "imported"), ("from-hf", "llama")):
         assert "exists already" in refusal(direction, folders / name, tmp_path, capsys)
+
+
+def test_an_existing_output_is_refused_before_the_checkpoint_is_verified(
+    folders: Path, tmp_path: Path, capsys
+) -> None:
+    shutil.copytree(folders / "imported", tmp_path / "damaged")
+    os.truncate(tmp_path / "damaged" / "config.toml", 10)
+    (tmp_path / "out").touch()
+    assert "exists already" in refusal("to-hf", tmp_path / "damaged", tmp_path, capsys)
 
 
 def test_nothing_is_left_when_the_disk_is_full(folders: Path, tmp_path: Path, capsys, monkeypatch) -> None:
