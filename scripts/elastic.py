@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.command == "meeting":
         return exit_code_of(lambda: _meeting(given.port, given.host))
     codes: list[int] = []
-    return exit_code_of(lambda: codes.append(_node(given))) or codes[0]
+    return exit_code_of(lambda: codes.append(_node(given))) or max(codes, default=FINISHED)
 
 
 def _meeting(port: int, host: str) -> None:

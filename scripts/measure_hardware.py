@@ -33,8 +33,9 @@ import torch.nn.functional as F
 
 from forge.observe.hardware import GIB
 from forge.runtime.cores import cores
+from forge.runtime.files import replace_atomically
 from forge.tools.plan.node import clock_of, median_s
-from scripts.options import Options, exit_code_of, local_path, positive
+from scripts.options import Options, exit_code_of, local_path, positive, require_output
 
 MeasuredRates = list[list[float]]
 Action = Callable[[], object]
@@ -73,9 +74,14 @@ def main(argv: list[str]) -> int:
     )
     add("--tiny", action="store_true", help="use toy sizes, to try the script: the rates are useless")
     given = parser.parse_args(argv)
-    return exit_code_of(
-        lambda: _write(given.output, measure(given.threads, given.processes, tiny=given.tiny))
-    )
+
+    def work() -> None:
+        require_output(given.output)
+        measured = measure(given.threads, given.processes, tiny=given.tiny)
+        replace_atomically(given.output, to_toml(measured).encode())
+        print(f"wrote {given.output}")
+
+    return exit_code_of(work)
 
 
 def measure(threads: int, computing: int = 1, *, tiny: bool = False) -> dict[str, Any]:
@@ -316,11 +322,6 @@ def _together(tensor: torch.Tensor, device: torch.device, times: int = 40) -> fl
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _write(path: Path, measured: dict[str, Any]) -> None:
-    path.write_text(to_toml(measured))
-    print(f"wrote {path}")
 
 
 def to_toml(measured: dict[str, Any]) -> str:

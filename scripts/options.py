@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED, STOPPED, UserError, nearest
+from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED, STOPPED, UserError, is_wrong_path, nearest
 from forge.runtime.files import why_not_local
 from forge.tools.prepare.corpus import EXTENSIONS
 
@@ -42,15 +42,17 @@ def exit_code_of(work: Callable[[], object], interrupted: str = "") -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
         work()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it was closed from the start, by `>&-`
+            sys.stdout.flush()
     except UserError as error:
         print(f"forge: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # the reader has closed the pipe, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # e.g. a full disk
-        print(f"forge: {error}", file=sys.stderr)
-        return FAILED
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"forge: {where}{error.strerror or error}", file=sys.stderr)
+        return BAD_CONFIG if is_wrong_path(error) else FAILED
     except (RuntimeError, MemoryError) as error:
         # torch.OutOfMemoryError, without importing torch, or the error of PyTorch's allocator on a CPU.
         of_memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
@@ -109,6 +111,15 @@ def local_path(text: str) -> Path:
     if (reason := why_not_local(text)) is not None:
         raise argparse.ArgumentTypeError(reason)
     return Path(text)
+
+
+def require_output(path: Path) -> None:
+    """Raise UserError if the file `path`, given as --output, cannot be written. Call it before long work."""
+    if os.path.isdir(path):
+        raise UserError(f"--output {path}: is a folder; name a file")
+    if not os.access(path.parent, os.W_OK):
+        why = "cannot be written" if os.path.isdir(path.parent) else "is not an existing folder"
+        raise UserError(f"--output {path}: {path.parent} {why}")
 
 
 def add_trust_option(add: Callable[..., object]) -> None:

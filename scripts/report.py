@@ -23,7 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.runtime.files import replace_atomically
 from forge.tools.report.read import RunRecord, read_runs
 from forge.tools.report.serve import PageServer
-from scripts.options import Options, add_trust_option, exit_code_of, local_path, port, positive
+from scripts.options import (
+    Options,
+    add_trust_option,
+    exit_code_of,
+    local_path,
+    port,
+    positive,
+    require_output,
+)
 from scripts.planned import Planner
 
 
@@ -62,6 +70,7 @@ def _run(given: argparse.Namespace) -> None:
         return runs
 
     if not given.live:
+        require_output(given.output)
         replace_atomically(given.output, make_page(read()).encode())
         print(f"wrote {given.output}")
         return

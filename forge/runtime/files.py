@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,10 @@ def replace_atomically(path: Path, content: bytes, *, sync: bool = True) -> None
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        error.filename, error.filename2 = str(path), None  # the user does not know the temporary name
         raise
     if sync:
         sync_folder(path.parent)

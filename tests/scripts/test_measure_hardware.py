@@ -30,6 +30,13 @@ def test_a_file_has_the_measured_figures(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("output", "why"), [("missing/a.toml", "not an existing folder"), (".", "a folder")])
+def test_a_wrong_output_is_refused_before_measuring(output: str, why: str, monkeypatch, capsys) -> None:
+    monkeypatch.delattr(measure_hardware, "measure")
+    assert measure_hardware.main(["--output", output]) == 2
+    assert f"--output {output}: " in (text := capsys.readouterr().err) and why in text
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_machine_is_measured(tmp_path: Path) -> None:
