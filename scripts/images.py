@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from forge.runtime.errors import BAD_CONFIG, FINISHED, UserError
+from forge.runtime.errors import UserError
+from forge.runtime.files import replace_atomically
+from scripts.options import exit_code_of, require_output
 
 
 def stacked(drawings: Sequence[str]) -> str:
@@ -24,12 +25,15 @@ def stacked(drawings: Sequence[str]) -> str:
 
 
 def write(path: Path, draw: Callable[[], str]) -> int:
-    """Write the result of `draw` to `path`. Return FINISHED, or BAD_CONFIG after printing an error."""
-    try:
-        path.write_text(draw())
+    """Write the result of `draw` to `path` and return the exit code. `draw` may raise ValueError for wrong input."""
+
+    def work() -> None:
+        require_output(path)
+        try:
+            image = draw()
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        replace_atomically(path, image.encode())
         print(f"wrote {path}")
-    except (UserError, OSError, ValueError, KeyError) as error:
-        reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
-        print(f"forge: {reason}", file=sys.stderr)
-        return BAD_CONFIG
-    return FINISHED
+
+    return exit_code_of(work)

@@ -16,8 +16,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
+from forge.config.keys import literals
+from forge.config.layout import Pipeline
 from forge.config.pipeline import ONE_PER_RANK
 from forge.parallel.pipeline.schedule import Schedule, TimedAction, make_schedule, read_schedule
+from forge.runtime.errors import UserError, did_you_mean
 from scripts import images
 from scripts.options import Options, local_path, positive
 
@@ -63,6 +66,12 @@ def _picture(given: argparse.Namespace) -> str:
 def _schedule(chosen: argparse.Namespace) -> Schedule:
     if chosen.schedule.endswith(".csv"):
         return read_schedule(Path(chosen.schedule), chosen.ranks, chosen.microbatches)
+    names = literals(Pipeline.model_fields["schedule"].annotation)
+    if chosen.schedule not in names:
+        close = did_you_mean(chosen.schedule, names)
+        raise UserError(
+            f"--schedule {chosen.schedule}: must be one of {', '.join(names)}, or a CSV file{close}"
+        )
     per_rank = 1 if chosen.schedule in ONE_PER_RANK else chosen.stages_per_rank
     return make_schedule(chosen.schedule, chosen.ranks, chosen.ranks * per_rank, chosen.microbatches)
 

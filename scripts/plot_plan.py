@@ -11,10 +11,9 @@ forge[report].
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from forge.observe.hardware import GIB
 from forge.parallel.pipeline.schedule import Action, TimedAction, idle_share
-from forge.runtime.errors import FINISHED
+from forge.runtime.errors import FINISHED, UserError, unreadable
+from forge.runtime.files import read_json
 from scripts import images
 from scripts.options import Options, local_path
 from scripts.plot_pipeline import draw_timeline
@@ -47,17 +47,24 @@ def main(argv: list[str]) -> int:
         given.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--output {given.output}: {error.strerror}")
-    code = images.write(given.output / "memory.svg", lambda: draw_memory(_read(given.plan)))
-    if code == FINISHED and _read(given.plan)["timeline"] is not None:
-        code = images.write(given.output / "pipeline.svg", lambda: draw_pipeline(_read(given.plan)))
+    code = images.write(given.output / "memory.svg", lambda: _drawn(given.plan, draw_memory))
+    if code == FINISHED and _read(given.plan).get("timeline") is not None:
+        code = images.write(given.output / "pipeline.svg", lambda: _drawn(given.plan, draw_pipeline))
     return code
 
 
-def _read(path: Path) -> dict[str, Any]:
-    plan: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    if "stages" not in plan:
-        raise ValueError(f"{path}: not a plan; write one with train.py --plan --json")
-    return plan
+def _drawn(path: Path, draw: Callable[[dict[str, Any]], str]) -> str:
+    try:
+        return draw(_read(path))
+    except OSError as error:
+        raise unreadable(f"--plan {path}", error) from None
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"--plan {path}: is not a plan; write one with train.py --plan --json"
+        raise UserError(message) from error
+
+
+def _read(path: Path) -> Any:
+    return read_json(path.read_bytes())
 
 
 def draw_pipeline(plan: dict[str, Any]) -> str:

@@ -30,9 +30,10 @@ def test_whole_backwards_have_no_halves(tmp_path: Path) -> None:
     assert not [action for action in actions(path) if re.search("[IW]", action)]
 
 
-def test_an_unknown_schedule_is_refused(capsys) -> None:
-    assert SCRIPT["main"](["--schedule", "nonsense"]) == 2
-    assert "nonsense" in capsys.readouterr().err
+@pytest.mark.parametrize(("name", "hint"), [("nonsense", "DualPipeV"), ("gpipe", 'did you mean "GPipe"?')])
+def test_an_unknown_schedule_is_refused(name: str, hint: str, tmp_path: Path, capsys) -> None:
+    assert SCRIPT["main"](["--schedule", name, "--output", str(tmp_path / "a.svg")]) == 2
+    assert f"--schedule {name}: must be one of" in (text := capsys.readouterr().err) and hint in text
 
 
 @pytest.mark.parametrize("option", ["--ranks", "--microbatches", "--stages-per-rank"])

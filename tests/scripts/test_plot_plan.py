@@ -1,9 +1,13 @@
 """Drawings of a plan show every part of a step, and every action of a pipeline."""
 
+import errno
 import json
+import os
 import re
 import runpy
 from pathlib import Path
+
+import pytest
 
 SCRIPT = runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "plot_plan.py"))
 
@@ -50,7 +54,20 @@ def test_a_pipeline_is_drawn_along_its_times(tmp_path: Path) -> None:
     assert "idle 50.0%" in text and "2 ranks, 2 stages" in text
 
 
-def test_a_file_without_a_plan_is_refused(tmp_path: Path, capsys) -> None:
-    (tmp_path / "plan.json").write_text("{}")
-    assert SCRIPT["main"](["--plan", str(tmp_path / "plan.json"), "--output", str(tmp_path)]) == 2
-    assert "not a plan" in capsys.readouterr().err
+@pytest.mark.parametrize("text", ["", "{}", "[]", "5", '{"stages": []}', '{"stages": [{}]}'])
+def test_a_file_without_a_plan_is_refused(text: str, tmp_path: Path, capsys) -> None:
+    (path := tmp_path / "plan.json").write_text(text)
+    assert SCRIPT["main"](["--plan", str(path), "--output", str(tmp_path)]) == 2
+    assert f"forge: --plan {path}: is not a plan" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_the_image_unchanged(tmp_path: Path, monkeypatch, capsys) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (folder := tmp_path / "drawings").mkdir()
+    (folder / "memory.svg").write_text("earlier")
+    monkeypatch.setattr(os, "fsync", full)
+    assert draw(tmp_path, None) == 1
+    assert f"{folder / 'memory.svg'}: No space left on device" in capsys.readouterr().err
+    assert (folder / "memory.svg").read_text() == "earlier"
