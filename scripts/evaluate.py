@@ -44,8 +44,11 @@ def _run(given: argparse.Namespace) -> None:
     for name in () if given.tasks else ("include_path", "num_fewshot", "limit"):
         if getattr(given, name) is not None:
             raise UserError(f"--{name.replace('_', '-')}: only with --tasks")
-    tasks = _tasks() if given.tasks else None  # report a missing lm-eval before loading the model
+    # Report a missing lm-eval, an unknown task and a model without a tokenizer before any work.
+    tasks, names = _tasks() if given.tasks else None, (given.tasks or "").split(",")
+    manager = tasks and tasks.find_tasks(names, given.include_path, "--tasks", "--include-path")
     opened = open_model(given)
+    scorer = tasks and tasks.Scorer(opened, given.batch_size)
     # Open all sources before measuring the first source, to report all mistakes at the start.
     sources = [_open_source(path, given, opened) for path in given.data]
     for path, source in zip(given.data, sources, strict=True):
@@ -60,13 +63,8 @@ def _run(given: argparse.Namespace) -> None:
         if not given.json:
             print(f"{measured.tokens / seconds:,.0f} tokens/s", file=sys.stderr)
     if tasks is not None:
-        results = tasks.run_tasks(
-            opened,
-            given.tasks.split(","),
-            include_path=given.include_path,
-            num_fewshot=given.num_fewshot,
-            limit=given.limit,
-            batch_size=given.batch_size,
+        results = tasks.evaluate_tasks(
+            scorer, names, manager, num_fewshot=given.num_fewshot, limit=given.limit
         )
         report_tasks(results, given.json, opened)
 

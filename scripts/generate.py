@@ -85,10 +85,14 @@ def _run(given: argparse.Namespace) -> None:
         raise UserError("no prompt: give --prompt TEXT or --prompt-ids 1,2,3")
     if given.no_cache and given.draft:
         raise UserError("--draft: cannot be combined with --no-cache")
+    if given.draft and len(given.prompts) > 1:
+        raise UserError(
+            f"--draft continues one prompt, but there are {len(given.prompts)}; run it once for each"
+        )
+    named = load_tokenizer(given.tokenizer) if given.tokenizer else None
     opened = open_model(given)
-    model = opened.model
-    tokenizer = load_tokenizer(given.tokenizer) if given.tokenizer else opened.tokenizer
-    own = opened.tokenizer
+    model, own = opened.model, opened.tokenizer
+    tokenizer = named or own
     if tokenizer is not None and own is not None and tokenizer.fingerprint != own.fingerprint:
         raise UserError(
             f"--tokenizer {given.tokenizer}: is not the tokenizer that the model was trained with; leave it out"
@@ -98,7 +102,7 @@ def _run(given: argparse.Namespace) -> None:
     if given.no_cache:
         scores = recomputed(lambda tokens: model(tokens.to(opened.device)), model.seq_len)
     elif given.draft:
-        scores = _drafted(opened, len(writings))
+        scores = _drafted(opened)
     else:
         scores = CachedScores(model)
     sampling = Sampling(given.temperature, given.top_k, given.top_p, given.seed)
@@ -139,9 +143,7 @@ def _printable(text: str) -> str:
     return printable(text, keep="\n\t")
 
 
-def _drafted(opened: TrainedModel, prompts: int) -> NextScores:
-    if prompts > 1:
-        raise UserError(f"--draft continues one prompt, but there are {prompts}; run it once for each")
+def _drafted(opened: TrainedModel) -> NextScores:
     try:
         return DraftedScores(opened.model)
     except ValueError as error:

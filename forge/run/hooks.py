@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import Checkpoints
@@ -37,11 +39,15 @@ from forge.train.trainer import Trainer
 def load_hooks(config: Config) -> list[tuple[str, type[Hook]]]:
     """Return (import path, class) of the enabled hooks for text samples and task scores, then of those in `train.hooks`.
 
-    Raises UserError if a hook cannot be loaded or a tracker's package is missing.
+    Raises UserError if a hook cannot be loaded, a package is missing, or `evaluate.tasks_path` is not a folder.
     """
     require_packages(config.metrics.trackers)
     samples = [TEXT_SAMPLES] if config.evaluate.sample_interval else []
     tasks = [TASK_SCORES] if config.evaluate.tasks and config.evaluate.tasks_interval else []
+    if tasks and find_spec("lm_eval") is None:
+        raise UserError("evaluate.tasks: needs the package lm-eval: pip install 'forge[eval]'")
+    if tasks and not Path(config.evaluate.tasks_path).is_dir():  # "" is the current folder
+        raise UserError(f"evaluate.tasks_path = {config.evaluate.tasks_path}: is not a folder")
     return [(path, _load(path)) for path in [*samples, *tasks, *config.train.hooks]]
 
 

@@ -17,8 +17,10 @@ from forge.checkpoint import read_state
 from forge.config import Phases, parse_toml_text
 from forge.hook import EVENTS, Hook, Hooks, StepResult
 from forge.observe.report import RunPhases
-from forge.run.hooks import StopBeforeTimeLimit
+from forge.run.hooks import StopBeforeTimeLimit, load_hooks
+from forge.runtime.errors import UserError
 from forge.train.trainer import Trainer
+from tests.support.configs import tiny
 from tests.support.equivalence import tiny_config
 from tests.support.pages import REPOSITORY, blocks
 from tests.support.runs import FLOAT64, Run
@@ -331,3 +333,19 @@ def test_the_time_limit_knows_the_settings_of_the_next_step(monkeypatch) -> None
         (1.5, False),
         (1.0, False),
     ]
+
+
+@pytest.mark.parametrize(
+    ("package", "message"),
+    [
+        (None, "evaluate.tasks: needs the package lm-eval"),
+        ("there", "evaluate.tasks_path = absent: is not a folder"),
+    ],
+)
+def test_tasks_without_their_package_or_folder_are_refused_at_the_start(
+    package, message, monkeypatch
+) -> None:
+    monkeypatch.setattr("forge.run.hooks.find_spec", lambda name: package)
+    evaluate = tiny().evaluate.model_copy(update={"tasks": ("arc",), "tasks_path": "absent"})
+    with pytest.raises(UserError, match=message):
+        load_hooks(tiny().model_copy(update={"evaluate": evaluate}))

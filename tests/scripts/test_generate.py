@@ -215,6 +215,14 @@ def test_a_damaged_checkpoint_is_skipped_and_left_in_place(run, tmp_path) -> Non
         (["--prompt", "a", "--tokenizer", "absent.model"], "tokenizer absent.model: cannot be read"),
         (["--prompt", "a", "--tokenizer", "x" * 300], "cannot be read: File name too long"),
         (["--prompt", "a", "--checkpoint", "absent"], "absent: does not exist"),
+        (
+            ["--prompt", "a", "--checkpoint", "absent", "--tokenizer", "typo"],
+            "tokenizer typo: cannot be read",
+        ),
+        (
+            ["--prompt", "a", "--checkpoint", "absent", "--prompt", "b", "--draft"],
+            "--draft continues one prompt",
+        ),
         (["--prompt", "a", "--checkpoint", "x" * 300], "cannot be read: File name too long"),
         (["--prompt", "a", "--checkpoint", "data"], "data: holds no complete checkpoint"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -25,20 +24,14 @@ class TaskScores(Hook):
     All ranks process the same questions, so any layout works, but data-parallel ranks repeat the work. If a rank cannot
     load the tasks for the first time, or if all ranks have an error in scoring, the hook warns and the run continues. If
     only some ranks have an error later, they wait for the other ranks until the watchdog ends all ranks. The constructor
-    raises UserError for an unknown task, for a tokenizer without begin and end tokens, or if lm-eval is not installed.
+    raises UserError for an unknown task or for a tokenizer without begin and end tokens.
     """
 
     def __init__(self, trainer: Trainer):
-        try:
-            from forge.tools.inference import tasks
-        except ModuleNotFoundError as error:
-            if not (error.name or "").startswith("lm_eval"):
-                raise
-            raise UserError("evaluate.tasks: needs the package lm-eval: pip install 'forge[eval]'") from None
+        from forge.tools.inference import tasks  # needs lm-eval
+
         config, self._trainer, self._tasks = trainer.config, trainer, tasks
         folder = config.evaluate.tasks_path or None
-        if folder is not None and not Path(folder).is_dir():
-            raise UserError(f"evaluate.tasks_path = {folder}: is not a folder")
         self._manager = tasks.find_tasks(
             config.evaluate.tasks, folder, "evaluate.tasks =", "evaluate.tasks_path"
         )

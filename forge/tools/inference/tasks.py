@@ -19,7 +19,7 @@ from torch import Tensor
 from forge.data.tokenizer import Tokenizer, begin_text
 from forge.model import IGNORE
 from forge.observe.progress import ProgressLine
-from forge.runtime.errors import UserError
+from forge.runtime.errors import UserError, did_you_mean
 from forge.tools.inference import CachedScores, Sampling, TextStream, generate, token_scores
 from forge.tools.inference.open import TrainedModel
 from forge.tools.inference.sampling import NextScores, padded, recomputed
@@ -29,37 +29,20 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 _LENGTH = 256
 
 
-def run_tasks(
-    opened: TrainedModel,
-    tasks: Sequence[str],
-    *,
-    include_path: str | None = None,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-) -> dict[str, dict[str, Any]]:
-    """Run tasks on an opened checkpoint. Return task or group -> metric -> value, with the names of lm-eval.
-
-    num_fewshot: examples before each question; None: as set by the task. limit: use only the first `limit` questions of each
-    task; None: all. Raises UserError for an unknown task, or for a model without a tokenizer.
-    """
-    if include_path is not None and not Path(include_path).is_dir():
-        raise UserError(f"--include-path {include_path}: is not a folder")
-    manager = find_tasks(tasks, include_path, "--tasks", "--include-path")
-    return evaluate_tasks(Scorer(opened, batch_size), tasks, manager, num_fewshot=num_fewshot, limit=limit)
-
-
 def find_tasks(tasks: Sequence[str], folder: str | None, key: str, folder_key: str) -> TaskManager:
     """Return a TaskManager of lm-eval for the tasks. folder: the user's own tasks, in addition to those of lm-eval.
 
-    Raises UserError for an unknown task. key, folder_key: names of the options or keys for `tasks` and `folder`, for the
-    message.
+    Raises UserError for an unknown task or folder. key, folder_key: names of the options or keys for `tasks` and `folder`,
+    for the message.
     """
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(f"{folder_key} {folder}: is not a folder")
     manager = TaskManager(include_path=folder)
     for task in tasks:
         if not manager.match_tasks([task]):
             raise UserError(
                 f"{key} {task}: lm-eval has no such task; give the folder of your own tasks as {folder_key}"
+                f"{did_you_mean(task, manager.all_tasks)}"
             )
     return manager
 
@@ -78,6 +61,9 @@ def evaluate_tasks(
     limit: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Run the tasks with `scorer`. Return task or group -> metric -> value, with the names of lm-eval.
+
+    num_fewshot: examples before each question; None: as set by the task. limit: use only the first `limit` questions of each
+    task; None: all.
 
     Ranks with a LOCAL_RANK other than 0 return {}. Collective if the scorer's model is.
     """
