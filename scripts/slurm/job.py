@@ -279,7 +279,11 @@ def step(
     tasks = [f"--nodes={nodes}", f"--ntasks={nodes * workers}", f"--ntasks-per-node={workers}"]
     # --overcommit: the job has one task per node, and perhaps fewer CPUs than workers.
     options = ["--overcommit", "--cpu-bind=none", "--kill-on-bad-exit=0", f"--wait={wait}"]
-    more = shlex.split(environment.get("SRUN_ARGS", ""))
+    given = environment.get("SRUN_ARGS", "")
+    try:
+        more = shlex.split(given)
+    except ValueError as error:  # e.g. an open quote
+        raise UserError(f"SRUN_ARGS = {given} in the environment: {error}") from None
     python = environment.get("PYTHON", sys.executable)
     # In the command, because srun may not export the environment (SRUN_ARGS, SLURM_EXPORT_ENV).
     limit = [] if limit_s is None else ["env", f"FORGE_TIME_LIMIT_S={limit_s}"]

@@ -10,6 +10,7 @@ import pytest
 
 from forge.config import load_config
 from forge.run import hooks
+from forge.runtime.errors import UserError
 from scripts.slurm import job
 from scripts.slurm.job import (
     JobHistory,
@@ -196,3 +197,9 @@ def test_the_status_decides_after_a_lost_or_leaving_node(tmp_path, status, code:
     assert count_stop(137, 2**40, argv, {"SLURM_JOB_ID": "7"}) == 137
     # A stop before this job's ranks began, whatever the state that an earlier job has left.
     assert count_stop(75, 2**40, argv, {"SLURM_JOB_ID": "8"}) == 75
+
+
+def test_arguments_for_srun_with_an_open_quote_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(job, "_output_of", lambda *command: "")
+    with pytest.raises(UserError, match="SRUN_ARGS = --comment='x in the environment: No closing quotation"):
+        job.step(1, 1, [], {"SRUN_ARGS": "--comment='x"})

@@ -37,3 +37,12 @@ def test_the_join_prepares_a_lost_nodes_parts_and_determines_the_exit_code(
     ]
     assert done.returncode == ends, done.stderr
     assert calls.read_text().splitlines() == expected[: 1 if parts == 2 else 2]
+
+
+@pytest.mark.parametrize("name", ["train", "prepare", "elastic"])
+def test_a_job_outside_forges_folder_is_refused(name: str, tmp_path) -> None:
+    script = SCRIPT.with_name(f"{name}.sbatch")
+    environment = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(tmp_path)}
+    done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{name}.sbatch: {tmp_path} has no train.py; call sbatch in forge's folder")
