@@ -34,7 +34,12 @@ class Planner:
         if not started or not path.is_file():
             return
         device = str(started.get("environment", {}).get("device", ""))
-        key = path.read_text("utf-8"), int(started.get("world_size", 1)), device
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            run.plan = {"problem": f"{path}: cannot be read: {error}"}
+            return
+        key = text, int(started.get("world_size", 1)), device
         with self._lock:
             if key not in self._known:
                 self._known[key] = self._plan(path, *key)

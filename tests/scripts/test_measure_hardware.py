@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.tools.plan.hardware import find_hardware
+from forge.runtime.errors import UserError
+from forge.tools.plan.hardware import FOLDER, find_hardware
 from scripts import measure_hardware
 
 
@@ -28,6 +29,25 @@ def test_a_file_has_the_measured_figures(tmp_path: Path) -> None:
         4000.0,
         12.35,
     )
+
+
+def test_a_hardware_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    text = (FOLDER / "h100.toml").read_text()
+    (tmp_path / "here.toml").write_text(text, "utf-8-sig")
+    assert find_hardware(str(tmp_path / "here.toml")) == find_hardware("h100")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("a.toml", "no such file"), ("folder.toml", "cannot be read: Is a directory"), ("h10", '"h100"')],
+)
+def test_a_hardware_that_cannot_be_read_is_refused_with_its_reason(
+    name: str, why: str, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder.toml").mkdir()
+    with pytest.raises(UserError, match=f"--hardware {name}: .*{why}"):
+        find_hardware(name)
 
 
 @pytest.mark.parametrize(("output", "why"), [("missing/a.toml", "not an existing folder"), (".", "a folder")])

@@ -49,6 +49,14 @@ def test_a_run_of_an_older_version_is_planned(tmp_path) -> None:
     assert run.plan is not None and "problem" not in run.plan, run.plan
 
 
+def test_a_config_that_is_not_text_is_the_problem_of_the_plan(tmp_path) -> None:
+    folder: Path = write_run(tmp_path / "run")
+    run = read_run(folder)
+    (folder / "config.toml").write_bytes(b"\xff")
+    Planner(None).add(run)
+    assert run.plan is not None and run.plan["problem"].startswith(f"{folder}/config.toml: cannot be read: ")
+
+
 def test_a_start_that_was_refused_is_not_planned(tmp_path) -> None:
     """Three processes do not divide the batch."""
     run = read_run(write_run(tmp_path / "run"))

@@ -14,7 +14,7 @@ from pydantic import Field, Strict, ValidationError
 from forge.config.keys import read_toml
 from forge.config.section import NonNegativeNumber, Positive, PositiveNumber, Section
 from forge.observe.hardware import GIB, card_peak_flops
-from forge.runtime.errors import UserError, did_you_mean
+from forge.runtime.errors import UserError, did_you_mean, unreadable
 
 FOLDER = Path(__file__).parent / "cards"
 
@@ -134,10 +134,13 @@ def find_hardware(name: str) -> Hardware:
     known = sorted(path.stem for path in FOLDER.glob("*.toml"))
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name.lower()}.toml"
     try:
-        return Hardware.model_validate(read_toml(path.read_text("utf-8")))
-    except OSError:
+        return Hardware.model_validate(read_toml(path.read_text("utf-8-sig")))
+    except OSError as error:
+        if name.endswith(".toml") and not isinstance(error, FileNotFoundError):
+            raise unreadable(f"--hardware {name}", error) from None
+        why = "no such file" if name.endswith(".toml") else "not known"
         raise UserError(
-            f"--hardware {name}: not known; known: {', '.join(known)}, or the path of a TOML file"
+            f"--hardware {name}: {why}; known: {', '.join(known)}, or the path of a TOML file"
             + did_you_mean(name, known)
         ) from None
     except (ValidationError, ValueError) as error:
