@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
@@ -20,7 +21,7 @@ import torch
 from forge.config import load_config
 from forge.tools.sweep.coordinates import check_widths, growth
 from scripts import images
-from scripts.options import Options, exit_code_of, local_path, positive
+from scripts.options import Options, exit_code_of, local_path, positive, require_output
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,14 +56,16 @@ def _widths(text: str) -> list[int]:
 
 
 def _run(given: argparse.Namespace, overrides: list[str]) -> None:
+    import_module("forge.tools.report.draw")  # report a missing matplotlib before training
+
+    require_output(given.output)
     config = load_config(["--config", given.config, *overrides])
     widths = given.widths
     with torch.random.fork_rng():
         found = check_widths(config, widths, given.steps, lambda width: print(f"width {width}", flush=True))
     print(f"{'change of':16} {'slope':>6}  " + "".join(f"{width:>10}" for width in widths))
     for name, sizes in found.items():
-        slope = f"{growth(sizes):6.2f}" if len(sizes) > 1 else " " * 6
-        print(f"{name:16} {slope}  " + "".join(f"{size:10.4f}" for size in sizes.values()))
+        print(f"{name:16} {growth(sizes):6.2f}  " + "".join(f"{size:10.4f}" for size in sizes.values()))
     code = images.write(given.output, lambda: draw(found, config.optimizer.parametrization))
     if code:
         raise SystemExit(code)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from forge.config import Config
@@ -38,7 +39,7 @@ OF_TABLES = {
 def of_width(config: Config, dim: int) -> Config:
     """Return `config` with `model.dim = dim`. Scale the other sizes inside blocks in proportion.
 
-    Raises UserError if a scaled size is not an integer.
+    Raises UserError if a scaled size is not an integer or out of range.
     """
     tree = config.model_dump(mode="json", exclude_none=True)
     model, ratio = tree["model"], dim / config.model.dim
@@ -52,7 +53,12 @@ def of_width(config: Config, dim: int) -> Config:
                 f"multiples of model.dim = {config.model.dim}"
             )
         table[key] = int(size)
-    return type(config).model_validate(tree)
+    try:
+        return type(config).model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(f"width {dim}: {key} = {first['input']}: {first['msg']}") from None
 
 
 def changes_of_activations(config: Config, steps: int) -> dict[str, float]:
@@ -82,7 +88,12 @@ def changes_of_activations(config: Config, steps: int) -> dict[str, float]:
 
 
 def growth(sizes: dict[int, float]) -> float:
-    """Return the exponent p of size ~ width^p, the slope of log(size) over log(width). sizes: width -> size of a change."""
+    """Return the exponent p of size ~ width^p, the slope of log(size) over log(width). sizes: width -> size of a change.
+
+    Return nan for a single width, and for a size of 0, e.g. of a frozen layer.
+    """
+    if len(sizes) < 2 or not all(sizes.values()):
+        return math.nan
     xs, ys = zip(*((math.log(width), math.log(size)) for width, size in sizes.items()), strict=True)
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
@@ -97,9 +108,10 @@ def check_widths(
     report: called with each width before its training.
     """
     found: dict[str, dict[int, float]] = {}
-    for width in widths:
+    # Make all configs first, to report a wrong width before any training.
+    for width, scaled in {width: of_width(config, width) for width in widths}.items():
         report(width)
-        for name, size in changes_of_activations(of_width(config, width), steps).items():
+        for name, size in changes_of_activations(scaled, steps).items():
             found.setdefault(name, {})[width] = size
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from forge.config import Config, load_config
@@ -67,6 +69,16 @@ def test_sizes_grow_in_proportion_or_are_refused() -> None:
     assert latent is not None and latent.latent_dim == 32
     with pytest.raises(UserError, match="width 48"):
         of_width(recipe(), 48)
+
+
+def test_a_width_out_of_range_is_refused_before_any_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(coordinates, "changes_of_activations")
+    with pytest.raises(UserError, match=r"width 524288: model\.dim = 524288: "):
+        check_widths(recipe(), [32, 524288], steps=1)
+
+
+def test_a_layer_without_a_change_has_no_slope() -> None:
+    assert math.isnan(growth({32: 0.0, 64: 0.0})) and math.isnan(growth({32: 1.0}))
 
 
 def test_growth_is_the_power_of_the_width() -> None:
