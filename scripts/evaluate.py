@@ -41,9 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(given: argparse.Namespace) -> None:
     if not given.data and not given.tasks:
         raise UserError("nothing to measure: give --data DIR, or --tasks NAME,NAME")
-    for name in () if given.tasks else ("include_path", "num_fewshot", "limit"):
-        if getattr(given, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')}: only with --tasks")
+    of_tasks, of_data = ("include_path", "num_fewshot", "limit"), ("sequences", "data_dtype", "eos_id")
+    for needed, there, names in ("--tasks", given.tasks, of_tasks), ("--data", given.data, of_data):
+        for name in names:
+            if not there and getattr(given, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')}: only with {needed}")
     # Report a missing lm-eval, an unknown task and a model without a tokenizer before any work.
     tasks, names = _tasks() if given.tasks else None, (given.tasks or "").split(",")
     manager = tasks and tasks.find_tasks(names, given.include_path, "--tasks", "--include-path")

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory, such as runs/debug")
-    add("--output", type=local_path, default=Path("report.html"), help="the page to write (%(default)s)")
+    add("--output", type=local_path, help="the page to write (report.html)")
     add("--live", action="store_true", help="serve the page instead of writing it, until Ctrl-C")
     add("--port", type=port, default=8642, help="with --live: port on 127.0.0.1, 0 for any (%(default)s)")
     add(
@@ -54,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     add_trust_option(add)
     add("--no-plan", action="store_true", help="do not plan the runs; a plan takes seconds")
     given = parser.parse_args(arguments)
+    if given.live and given.output is not None:
+        parser.error("--output: cannot be combined with --live, which writes no page")
     return exit_code_of(lambda: _run(given))
 
 
@@ -70,9 +72,10 @@ def _run(given: argparse.Namespace) -> None:
         return runs
 
     if not given.live:
-        require_output(given.output)
-        replace_atomically(given.output, make_page(read()).encode())
-        print(f"wrote {given.output}")
+        output = given.output or Path("report.html")
+        require_output(output)
+        replace_atomically(output, make_page(read()).encode())
+        print(f"wrote {output}")
         return
     read()
     server = PageServer(lambda: make_page(read(), given.refresh), given.port)

@@ -106,6 +106,8 @@ def parse_command_line(argv: list[str]) -> CommandLine:
     if "--plan" not in switches:
         alone = [name for name, there in given.items() if there]
         problems += [Problem((name,), "can only be used with --plan") for name in alone]
+    elif "--print-config" in switches:
+        problems.append(Problem(("--plan",), "cannot be combined with --print-config"))
     action: CommandAction = next((ACTIONS[name] for name in ACTIONS if name in switches), "run")
     return CommandLine(
         action,

@@ -54,6 +54,7 @@ def test_everything_on_a_command_line_is_parsed() -> None:
         (["--help=yes"], "--help takes no value"),
         (["--json"], "--json: can only be used with --plan"),
         (["--hardware=h100"], "--hardware: can only be used with --plan"),
+        (["--plan", "--print-config"], "--plan: cannot be combined with --print-config"),
         (["--plan", "--world-size=x"], "--world-size x: must be an integer >= 1"),
         (["--"], "not an option"),
         (["-x"], "not an option"),

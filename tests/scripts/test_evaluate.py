@@ -190,6 +190,7 @@ def test_json_is_valid_with_non_finite_numbers(capsys) -> None:
     [
         ([], "nothing to measure: give --data DIR, or --tasks"),
         (["--data", "data/validation", "--limit", "10"], "--limit: only with --tasks"),
+        (["--tasks", "arc_easy", "--eos-id", "1"], "--eos-id: only with --data"),
         (["--data", "absent"], "absent: is not a folder"),
         (["--data", "data/validation", "--data", "absent"], "absent: is not a folder"),
         (["--data", "run"], "holds no dataset.json"),

@@ -7,9 +7,11 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED
 from forge.runtime.files import replace_atomically
-from scripts import elastic
+from scripts import elastic, report
 from scripts.options import exit_code_of
 
 
@@ -44,3 +46,9 @@ def test_layouts_into_a_closed_pipe_end_quietly(monkeypatch) -> None:
         monkeypatch.setattr(sys, "stdout", stream)
         monkeypatch.setattr(elastic, "_node", closed)
         assert elastic.main(["layouts", "--nodes=1"]) == FINISHED
+
+
+def test_a_live_report_writes_no_page(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        report.main(["run", "--live", "--output", "a.html"])
+    assert "--output: cannot be combined with --live" in capsys.readouterr().err
