@@ -42,8 +42,8 @@ def _run(given: argparse.Namespace) -> None:
     if not given.data and not given.tasks:
         raise UserError("nothing to measure: give --data DIR, or --tasks NAME,NAME")
     of_tasks, of_data = ("include_path", "num_fewshot", "limit"), ("sequences", "data_dtype", "eos_id")
-    for needed, there, names in ("--tasks", given.tasks, of_tasks), ("--data", given.data, of_data):
-        for name in names:
+    for needed, there, keys in ("--tasks", given.tasks, of_tasks), ("--data", given.data, of_data):
+        for name in keys:
             if not there and getattr(given, name) is not None:
                 raise UserError(f"--{name.replace('_', '-')}: only with {needed}")
     # Report a missing lm-eval, an unknown task and a model without a tokenizer before any work.
