@@ -37,7 +37,7 @@ class RunData:
 @caused_by(Cause.DATA)
 def open_data(config: Config) -> RunData:
     """Open and check all data of a run. Collective: an error on any rank is raised on every rank."""
-    # One cache knows the next uses of all blocks. A second one would evict the blocks of the first.
+    # One cache for both. Two caches would take each other's blocks for those of another run, and evict them first.
     streams = [*_used(config), *(config.data.validation if config.evaluate.interval else ())]
     cache = on_every_rank("opening the cache", lambda: open_cache(config, streams))
     dataset = on_every_rank("opening the data", lambda: build_dataset(config, cache))

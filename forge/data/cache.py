@@ -223,7 +223,8 @@ class BlockCache:
     def in_order_of_need(self, folder: Path, names: list[str]) -> list[str]:
         """Return `names`, the blocks of set `folder`, sorted by next use, soonest first.
 
-        Blocks without a known next use follow, newest first. Blocks are evicted from the end.
+        Blocks of other runs follow. Blocks of equal need, e.g. held-out data, are sorted by age, newest first. Blocks are
+        evicted from the end.
         """
         need = np.full(len(names), np.inf)
         of_file: dict[str, list[int]] = {}
@@ -234,7 +235,7 @@ class BlockCache:
                 blocks = np.array([int(names[place].rpartition("-")[2]) for place in places])
                 need[places] = self.next_uses[key](blocks)
         age = np.zeros(len(names))
-        for place in np.flatnonzero(np.isinf(need)).tolist():
+        for place in np.flatnonzero(np.isinf(need) | (need == 0)).tolist():
             with suppress(FileNotFoundError):
                 age[place] = -os.stat(folder / names[place]).st_mtime
         return [names[place] for place in np.lexsort((age, need))]

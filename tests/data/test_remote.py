@@ -224,12 +224,14 @@ def test_the_block_with_the_latest_next_use_is_evicted(tmp_path) -> None:
     cache = BlockCache(tmp_path, 1.0)
     cache.next_uses["a"] = lambda blocks: np.where(blocks == 2, 50.0, blocks)
     cache.next_uses["b"] = lambda blocks: blocks + 20.0
+    cache.next_uses["held-out"] = lambda blocks: np.zeros(len(blocks))
     (tmp_path / "0000").mkdir()
-    for age, name in enumerate(["x-0", "x-1"]):
+    for age, name in enumerate(["x-0", "x-1", "held-out-0", "held-out-1"]):
         (tmp_path / "0000" / name).write_bytes(b"")
         os.utime(tmp_path / "0000" / name, (age, age))
-    names = ["x-1", "a-2", "b-1", "x-0", "a-0"]
-    assert cache.in_order_of_need(tmp_path / "0000", names) == ["a-0", "b-1", "a-2", "x-1", "x-0"]
+    names = ["x-1", "a-2", "held-out-0", "held-out-1", "b-1", "x-0", "a-1"]
+    needed = ["held-out-1", "held-out-0", "a-1", "b-1", "a-2", "x-1", "x-0"]
+    assert cache.in_order_of_need(tmp_path / "0000", names) == needed
 
 
 def test_the_next_use_of_windows_follows_the_order() -> None:
