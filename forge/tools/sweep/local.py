@@ -72,8 +72,9 @@ def _make(
         write_table(sweep.folder / "table.json", rows(results, list(sweep.keys)))
         report(results)
 
+    # Load the recipes before a run starts: an error in a recipe would stop all running processes.
     waiting = [
-        (trial, seed)
+        (trial.run_name(seed), trial.options(sweep, seed))
         for trial in trials
         for place, seed in enumerate(sweep.seeds)
         if result_of(sweep, trial).states[place] not in ("finished", "no result")
@@ -88,8 +89,8 @@ def _make(
                 waiting.clear()
                 failed.append(f"budget_minutes = {sweep.budget_minutes:g} is used up")
             while waiting and len(running) < sweep.workers:
-                trial, seed = waiting.pop(0)
-                running[_start(sweep, trial, seed, train)] = sweep.folder / trial.run_name(seed)
+                name, options = waiting.pop(0)
+                running[_start(sweep, name, [*train, *options])] = sweep.folder / name
             ended = [process for process in running if process.poll() is not None]
             for process in ended:
                 # torchrun exits with 1 after a stop.
@@ -110,15 +111,14 @@ def _make(
         raise UserError(f"{failed[0]}; the same command continues from here", exit_code=STOPPED)
 
 
-def _start(sweep: Sweep, trial: Trial, seed: int, train: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(sweep: Sweep, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     # The kernel kills the launcher when the sweep dies. This variable makes the ranks die with their launcher.
     environment = os.environ | {"FORGE_END_WITH_LAUNCHER": "1"}
     if sweep.threads:
         environment["OMP_NUM_THREADS"] = str(sweep.threads)
-    options = trial.options(sweep, seed)
-    with (sweep.folder / f"{trial.run_name(seed)}.log").open("ab") as log:
+    with (sweep.folder / f"{name}.log").open("ab") as log:
         return subprocess.Popen(
-            [*train, *options],
+            arguments,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

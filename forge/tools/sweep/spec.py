@@ -94,9 +94,13 @@ class Trial:
     def options(self, sweep: Sweep, seed: int) -> list[str]:
         """Return the arguments of train.py for the run with run.seed = `seed`.
 
-        The sweep's name becomes part of checkpoint.mirror, because runs of other sweeps have the same names. Raises UserError
-        if the configuration is invalid.
+        Raises UserError if the configuration is invalid.
         """
+        arguments, mirror = self.recipe_options(sweep, seed), config_of(sweep, self, seed).checkpoint.mirror
+        return [*arguments, f"--checkpoint.mirror={to_literal(mirror)}"] if mirror else arguments
+
+    def recipe_options(self, sweep: Sweep, seed: int) -> list[str]:
+        """Return `options` with the recipe's checkpoint.mirror."""
         keys = {**sweep.overrides, **self.values, "run.seed": seed, "run.name": self.run_name(seed)}
         keys["run.output_dir"] = str(sweep.folder)
         if self.tokens:
@@ -104,11 +108,7 @@ class Trial:
         elif self.steps:
             keys |= {"train.steps": self.steps, "train.tokens": 0}
         config = keys.pop("config", sweep.config)
-        arguments = ["--config", config, *(f"--{key}={to_literal(value)}" for key, value in keys.items())]
-        mirror = load_config(arguments).checkpoint.mirror
-        if is_url(mirror):
-            arguments.append(f"--checkpoint.mirror={to_literal(join(mirror, sweep.name))}")
-        return arguments
+        return ["--config", config, *(f"--{key}={to_literal(value)}" for key, value in keys.items())]
 
 
 def check_metric(metric: str, config: Config, what: str) -> None:
@@ -174,9 +174,14 @@ def read_sweep(path: Path) -> Sweep:
 def config_of(sweep: Sweep, trial: Trial, seed: int | None = None) -> Config:
     """Return the configuration of the trial's run with run.seed = `seed` (None: the first seed of the sweep).
 
-    Raises UserError if the configuration is invalid.
+    The sweep's name becomes part of checkpoint.mirror, because runs of other sweeps have the same names. Raises UserError
+    if the configuration is invalid.
     """
-    return load_config(trial.options(sweep, sweep.seeds[0] if seed is None else seed))
+    config = load_config(trial.recipe_options(sweep, sweep.seeds[0] if seed is None else seed))
+    if not is_url(config.checkpoint.mirror):
+        return config
+    mirror = {"mirror": join(config.checkpoint.mirror, sweep.name)}
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=mirror)})
 
 
 def first_trials(sweep: Sweep) -> list[Trial]:
@@ -235,7 +240,7 @@ def _recipes(sweep: Sweep) -> list[str]:
 
 def _length(sweep: Sweep, recipe: str) -> tuple[str, int]:
     """Return the unit and the length of a run of `recipe`."""
-    train = load_config(Trial(0, {"config": recipe}).options(sweep, 0)).train
+    train = config_of(sweep, Trial(0, {"config": recipe}), 0).train
     return ("tokens", train.tokens) if train.tokens else ("steps", train.steps)
 
 

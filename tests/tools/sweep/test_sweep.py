@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from forge.config import to_toml
+from forge.config import load_config, to_toml
 from forge.config.keys import from_literal, to_literal
 from forge.runtime.errors import BAD_CONFIG, FINISHED, STOPPED, UserError
 from forge.tools.sweep.local import run_sweep
@@ -156,10 +156,27 @@ def test_runs_of_two_sweeps_have_separate_mirrors(tmp_path) -> None:
         mirrors = []
         for name in ("one", "two"):
             sweep = sweep_of(tmp_path, name=name, **keys)
-            mirrors.append(config_of(sweep, first_trials(sweep)[0]).checkpoint.mirror)
+            trial = first_trials(sweep)[0]
+            mirrors.append(config_of(sweep, trial).checkpoint.mirror)
+            assert load_config(trial.options(sweep, 0)).checkpoint.mirror == mirrors[-1]
         assert mirrors == ["s3://a/runs/one", "s3://a/runs/two"]
     unmirrored = sweep_of(tmp_path)
     assert config_of(unmirrored, first_trials(unmirrored)[0]).checkpoint.mirror == ""
+
+
+@pytest.mark.processes
+def test_a_recipe_that_becomes_invalid_stops_no_run_of_the_rung(tmp_path) -> None:
+    """Every run of the rung starts with the options from before its first run."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(Path("configs/debug.toml").read_text())
+    code = (
+        "import runpy, sys\nfrom pathlib import Path\n"
+        f"Path({str(recipe)!r}).write_text('[')\nrunpy.run_path({str(FAKE)!r})"
+    )
+    keys = {"optimizer.lr": [0.001, 0.003]}
+    sweep = sweep_of(tmp_path, config=str(recipe), keys=keys, seeds=[0], overrides=TEN)
+    results = run_sweep(sweep, lambda results: None, [sys.executable, "-c", code])
+    assert [result.states for result in results] == [["finished"], ["finished"]]
 
 
 @pytest.mark.parametrize(
