@@ -23,7 +23,7 @@ from forge.runtime.errors import FAILED, MissingExtra, UserError
 from forge.runtime.files import replace_atomically
 from forge.tools.report.read import read_runs
 from forge.tools.sweep.local import run_sweep
-from forge.tools.sweep.results import SweepResult, as_text, rows
+from forge.tools.sweep.results import ENDED, SweepResult, as_text, rows
 from forge.tools.sweep.slurm import job_array
 from forge.tools.sweep.spec import Sweep, read_sweep
 from scripts.options import Options, exit_code_of
@@ -76,12 +76,12 @@ def _without_result(sweep: Sweep, without: list[SweepResult], trials: int) -> st
     sentences = [
         f"{len(without)} of {trials} trials have no result: {numbers}; the log of each run is in {sweep.folder}"
     ]
-    if set(states.values()) - {"finished", "no result"}:
+    if set(states.values()) - {*ENDED}:
         sentences.append("to repeat the failed runs, give the same command again")
     if finished := [name for name, state in states.items() if state == "no result"]:
         folders = "folder" if len(finished) == 1 else "folders"
         sentences.append(
-            f"finished without {sweep.metric}: {', '.join(finished)}; to repeat, first remove the {folders}"
+            f"ended without {sweep.metric}: {', '.join(finished)}; to repeat, first remove the {folders}"
         )
     return "; ".join(sentences)
 

@@ -226,7 +226,7 @@ def test_a_sweep_as_a_job_array_finishes_despite_a_stopped_task(slurm, tmp_path)
     assert run.events("resumed")[0]["step"] == run.events("stopped")[0]["step"]
     results = run_sweep(sweep, lambda found: None, train=["false"])
     assert [result.states for result in results] == [["finished"]] * 4
-    with pytest.raises(UserError, match="all runs of the sweep are finished"):
+    with pytest.raises(UserError, match="all runs of the sweep have ended"):
         job_array(sweep)
 
 

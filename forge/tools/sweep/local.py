@@ -13,7 +13,7 @@ from pathlib import Path
 from forge.observe.json_lines import read_object
 from forge.runtime.children import die_with_parent
 from forge.runtime.errors import STOPPED, UserError
-from forge.tools.sweep.results import SweepResult, check_runs, result_of, rows, write_table
+from forge.tools.sweep.results import ENDED, SweepResult, check_runs, result_of, rows, write_table
 from forge.tools.sweep.spec import Sweep, Trial, first_trials, next_trials
 
 TRAIN = Path(__file__).resolve().parents[3] / "train.py"
@@ -77,7 +77,7 @@ def _make(
         (trial.run_name(seed), trial.options(sweep, seed))
         for trial in trials
         for place, seed in enumerate(sweep.seeds)
-        if result_of(sweep, trial).states[place] not in ("finished", "no result")
+        if result_of(sweep, trial).states[place] not in ENDED
     ]
     running: dict[subprocess.Popen[bytes], Path] = {}
     failed: list[str] = []
@@ -93,10 +93,10 @@ def _make(
                 running[_start(sweep, name, [*train, *options])] = sweep.folder / name
             ended = [process for process in running if process.poll() is not None]
             for process in ended:
-                # torchrun exits with 1 after a stop.
                 status = read_object(running.pop(process) / "status.json")
-                stopped = status.get("state") == "stopped" and "refused" not in status
-                if process.returncode == STOPPED or (process.returncode and stopped):
+                # torchrun exits with 1 after a stop.
+                stopped = process.returncode and status.get("state") == "stopped" and "refused" not in status
+                if (process.returncode == STOPPED or stopped) and not status.get("final"):
                     failed.append("a run was stopped")
                 show()
             if not ended:

@@ -17,6 +17,9 @@ from forge.runtime.errors import UserError
 from forge.runtime.files import replace_atomically
 from forge.tools.sweep.spec import Sweep, Trial, config_of
 
+ENDED = ("finished", "ended early", "no result")
+"""States of runs that the sweep does not start again."""
+
 
 @dataclass(frozen=True)
 class SweepResult:
@@ -53,12 +56,15 @@ def result_of(sweep: Sweep, trial: Trial) -> SweepResult:
         path = sweep.folder / trial.run_name(seed)
         status = read_object(path / "status.json")
         state = str(status.get("state", "waiting"))
-        if state == "stopped" and "refused" in status:
+        if state == "stopped" and status.get("final"):
+            state = "ended early"  # by a hook
+        elif state == "stopped" and "refused" in status:
             state = "failed"  # the same command would be refused again
         lines = read_lines(path / "metrics.jsonl", "step") if path.exists() else []
         tokens += max((line.get("tokens", 0) for line in lines), default=0)
-        value = metric_of(lines, sweep.metric) if state == "finished" else None
-        if state == "finished" and value is None:
+        ended = state in ENDED
+        value = metric_of(lines, sweep.metric, last_step=state == "finished") if ended else None
+        if ended and value is None:
             state = "no result"
         states.append(state)
         values += [value] if value is not None else []
@@ -93,15 +99,16 @@ def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
                     )
 
 
-def metric_of(lines: Sequence[dict[str, Any]], metric: str) -> float | None:
+def metric_of(lines: Sequence[dict[str, Any]], metric: str, last_step: bool = True) -> float | None:
     """Return the metric from the lines of metrics.jsonl; None if it is missing or not finite.
 
     metric: "loss": mean training loss over the last tenth of the lines. "eval.NAME": held-out loss after the last step.
+    last_step: False: take the last held-out loss, after any step.
     """
     if metric.startswith("eval."):
         name = metric.removeprefix("eval.")
-        # The last step has a training line and an evaluation, unless the evaluation failed.
-        last = max((line["step"] for line in lines if "loss" in line), default=0)
+        # The last step has a training line and an evaluation, unless the evaluation failed or the run ended early.
+        last = max((line["step"] for line in lines if "loss" in line), default=0) if last_step else 0
         found = [line["eval"].get(name) for line in lines if "eval" in line and line["step"] >= last]
         return found[-1] if found else None
     losses = [line["loss"] for line in lines if "loss" in line and not line.get("skipped")]

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from forge.runtime.errors import UserError
 from forge.tools.sweep.local import TRAIN, command
-from forge.tools.sweep.results import check_runs, result_of
+from forge.tools.sweep.results import ENDED, check_runs, result_of
 from forge.tools.sweep.spec import Sweep, Trial, first_trials, next_trials
 
 
 def pending(sweep: Sweep) -> list[tuple[Trial, int]]:
-    """Return (trial, seed) of each unfinished run of the current rung. Empty if all rungs are finished.
+    """Return (trial, seed) of each run of the current rung that has not ended. Empty if all rungs have ended.
 
     If only failed runs are left of a rung, the next rung begins without their trials, as in `run_sweep`.
     """
@@ -26,11 +26,11 @@ def pending(sweep: Sweep) -> list[tuple[Trial, int]]:
             (result.trial, seed)
             for result in results
             for seed, state in zip(sweep.seeds, result.states, strict=True)
-            if state not in ("finished", "no result")
+            if state not in ENDED
         ]
         further = next_trials(sweep, trials, {one.trial.number: one.mean for one in results if one.done})
         states = {state for result in results for state in result.states}
-        if left and not (further and states <= {"finished", "no result", "failed"}):
+        if left and not (further and states <= {*ENDED, "failed"}):
             return left
         trials = further
     return []
@@ -44,9 +44,7 @@ def job_array(sweep: Sweep) -> str:
     """
     runs = pending(sweep)
     if not runs:
-        raise UserError(
-            "all runs of the sweep are finished; without --slurm the same command prints the table"
-        )
+        raise UserError("all runs of the sweep have ended; without --slurm the same command prints the table")
     log = shlex.quote(f"{sweep.folder}/slurm-") + "${SLURM_ARRAY_JOB_ID}-${SLURM_ARRAY_TASK_ID}.log"
     lines = [
         "#!/bin/bash",

@@ -285,7 +285,7 @@ def test_a_failed_trial_gives_exit_1_after_the_table_and_the_winner(tmp_path, mo
     assert main([str(file)]) == 1
     printed = capsys.readouterr()
     assert "best: trial 1" in printed.out and "1 of 2 trials have no result: 0;" in printed.err
-    assert "to repeat the failed runs, give" in printed.err and "finished without" not in printed.err
+    assert "to repeat the failed runs, give" in printed.err and "ended without" not in printed.err
     assert main([str(write_sweep(tmp_path, name="good", keys={"optimizer.lr": [0.003]}))]) == 0
 
 
@@ -298,7 +298,7 @@ def test_a_finished_run_without_the_metric_is_repeated_after_its_removal(
     file = write_sweep(tmp_path, metric="eval.python", keys={"optimizer.lr": [0.003]})
     assert main([str(file)]) == 1
     printed = capsys.readouterr().err
-    assert "finished without eval.python: trial-000-rung-0-seed-0; to repeat, first remove the" in printed
+    assert "ended without eval.python: trial-000-rung-0-seed-0; to repeat, first remove the" in printed
     assert "to repeat the failed runs" not in printed
 
 
@@ -444,22 +444,34 @@ def test_a_wrong_file_is_explained(tmp_path, text: str, sentence: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("refused", [False, True])
-def test_a_run_stopped_under_torchrun_stops_the_sweep(tmp_path, refused: bool) -> None:
-    """torchrun ends with 1 after a stop, so only status.json tells. A refused start keeps the state of the start before."""
-    status = json.dumps({"state": "stopped"} | ({"refused": 2} if refused else {}))
+@pytest.mark.parametrize(
+    ("more", "code", "stops"),
+    [
+        ({}, 1, True),
+        ({}, 75, True),
+        ({"refused": 2}, 1, False),
+        ({"final": True}, 1, False),
+        ({"final": True}, 75, False),
+    ],
+)
+def test_a_run_stopped_by_a_signal_stops_the_sweep(
+    tmp_path, more: dict[str, Any], code: int, stops: bool
+) -> None:
+    """torchrun ends with 1 after a stop, so only status.json tells. A refused start keeps the state of the start before.
+    `final`: a hook has stopped the run."""
+    status = json.dumps({"state": "stopped"} | more)
     script = tmp_path / "stopping.py"
     script.write_text(
         "import json, sys\nfrom pathlib import Path\n"
         "given = dict(one.removeprefix('--').split('=', 1) for one in sys.argv[3:])\n"
         "folder = Path(json.loads(given['run.output_dir'])) / json.loads(given['run.name'])\n"
         "folder.mkdir(parents=True)\n"
-        f"(folder / 'status.json').write_text({status!r})\nsys.exit(1)\n"
+        f"(folder / 'status.json').write_text({status!r})\nsys.exit({code})\n"
     )
     sweep = sweep_of(tmp_path, keys={"optimizer.lr": [0.1]}, seeds=[0], overrides=TEN)
-    with nullcontext() if refused else pytest.raises(UserError, match="a run was stopped") as error:
+    with pytest.raises(UserError, match="a run was stopped") if stops else nullcontext() as error:
         run_sweep(sweep, lambda results: None, [sys.executable, str(script)])
-    assert refused or error.value.exit_code == STOPPED
+    assert not stops or error.value.exit_code == STOPPED
 
 
 def finish(sweep: Sweep, trial: Trial, state: str, changes: dict[str, Any] | None = None) -> None:
@@ -520,3 +532,22 @@ def test_a_refused_start_of_a_stopped_run_counts_as_failed(tmp_path) -> None:
     status = sweep.folder / trial.run_name(0) / "status.json"
     status.write_text(json.dumps(json.loads(status.read_text()) | {"refused": 77}))
     assert result_of(sweep, trial).states == ["failed"]
+
+
+@pytest.mark.parametrize(("metric", "result"), [("loss", 1.0), ("eval.python", 2.0), ("eval.prose", None)])
+def test_a_run_that_a_hook_ended_is_ranked_and_not_started_again(
+    tmp_path, metric: str, result: float | None
+) -> None:
+    """The hook asks for the end after an evaluation. The run then makes at most two more steps."""
+    sweep = sweep_of(tmp_path, metric=metric, keys={"optimizer.lr": [0.1]}, seeds=[0], overrides=TEN)
+    (trial,) = first_trials(sweep)
+    finish(sweep, trial, "stopped")
+    assert pending(sweep) == [(trial, 0)]
+    folder = sweep.folder / trial.run_name(0)
+    (folder / "status.json").write_text(json.dumps({"state": "stopped", "final": True}))
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 8, "eval": {"python": 2.0}}\n')
+    (row,) = rows([result_of(sweep, trial)], [])
+    assert (row["state"], row["result"]) == ("no result" if result is None else "ended early", result)
+    assert pending(sweep) == []
+    run_sweep(sweep, lambda results: None, ["false"])  # starts no process
