@@ -429,6 +429,10 @@ def test_an_array_task_outside_a_job_array_is_one_sentence(tmp_path) -> None:
             'config = "debug"\nmethod = "halving"\nkeys = { "checkpoint.resume" = ["runs/a"] }',
             "checkpoint.resume = 'runs/a': method = halving trains every run from step 0",
         ),
+        (
+            'config = "debug"\nkeys = {}\noverrides = { "checkpoint.mirror" = "s3://a/runs" }',
+            "name: is missing; with checkpoint.mirror a sweep needs a name",
+        ),
         ('config = "debug"\nseeds = []\nkeys = {}', "needs at least one value, each once"),
         ('config = "debug"\nmetric = "accuracy"\nkeys = {}', "is not measured. Known: loss"),
         ('config = "debug"\nmetric = "eval.pyhton"\nkeys = {}', 'did you mean "eval.python"'),
