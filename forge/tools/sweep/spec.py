@@ -165,8 +165,8 @@ def read_sweep(path: Path) -> Sweep:
         check_metric(sweep.metric, config, f"{path}: metric = {sweep.metric}")
         if config.checkpoint.mirror and "name" not in sweep.model_fields_set:
             raise UserError(
-                f"{path}: name: is missing; with checkpoint.mirror a sweep needs a name of its own, because the copies of its "
-                "runs are in URL/NAME"
+                f"{path}: name: is missing; with checkpoint.mirror a sweep needs a name of its own, because the copies of "
+                "its runs are in URL/NAME"
             )
         if sweep.method == "halving" and config.checkpoint.resume not in ("auto", "none"):
             raise UserError(
