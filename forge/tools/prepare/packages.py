@@ -15,12 +15,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -133,9 +135,8 @@ def make_corpus(manifest: Manifest, size: str, cache: Path, output: Path, worker
     chosen = [package for package in manifest.packages if _share(package, size)]
     packages, folder = fetch(chosen, cache), output / "text"
     wanted, tokenizer = manifest.sizes[size], output / "tokenizer"
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as new:
-        text = _write_text(manifest, size, packages, folder, Path(new))
+    with _emptied(folder / ".forge-new") as new:
+        text = _write_text(manifest, size, packages, folder, new)
         _refuse_other_datasets(manifest, size, output, text.made_from(wanted.vocab_size))
         for target, file in text.new.items():
             target.parent.mkdir(exist_ok=True)
@@ -155,6 +156,18 @@ def make_corpus(manifest: Manifest, size: str, cache: Path, output: Path, worker
     found = corpus_hash(folders)
     _compare(found, wanted.sha256, size, output)
     return found
+
+
+@contextmanager
+def _emptied(folder: Path) -> Iterator[Path]:
+    """Make `folder`, without the files of a killed run, and remove it after the body. Only forge writes to `folder`."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 def _refuse_other_datasets(manifest: Manifest, size: str, output: Path, made_from: str) -> None:

@@ -7,11 +7,13 @@ import json
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED, UserError
+from forge.tools.prepare import packages
 from forge.tools.prepare.packages import Manifest, fetch, make_corpus, read_manifest
 from scripts.make_corpus import MANIFEST
 from tests.support.archives import deb, wheel
@@ -130,6 +132,25 @@ def test_the_same_command_again_fetches_nothing_and_deletes_nothing(index, tmp_p
     monkeypatch.setenv("PIP_FIND_LINKS", str(cache / "nowhere"))
     assert make_corpus(asked, "whole", cache, output, workers=1) == first
     assert contents(output) == before and (cache / "mine.txt").read_text() == "mine"
+
+
+def test_text_left_by_a_killed_build_is_removed(index, tmp_path, monkeypatch) -> None:
+    def build() -> None:
+        make_corpus(manifest(index), "small", tmp_path / "cache", tmp_path / "out", workers=1)
+
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(
+            packages, "_refuse_other_datasets", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        )
+        try:
+            build()
+        finally:
+            os._exit(1)  # the child must not continue the tests
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert any(path.is_file() for path in (tmp_path / "out" / "text").rglob("*"))
+    build()
+    assert sorted(path.name for path in (tmp_path / "out" / "text").iterdir()) == ["prose", "python"]
 
 
 def test_another_size_in_the_same_folder_is_refused_and_changes_nothing(index, tmp_path) -> None:
