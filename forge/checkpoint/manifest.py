@@ -55,7 +55,7 @@ def find_damage(
     names = [name for name in files if contents or not name.endswith(".distcp")]
     names.sort(key=lambda name: (-files[name]["size"], name))
     share = {name: files[name] for name in names[dist.get_rank(group) :: dist.get_world_size(group)]}
-    found = gather_from_ranks("hashing the checkpoint", lambda: _find_changed(folder, share, report), group)
+    found = gather_from_ranks("hashing the checkpoint", lambda: find_changed(folder, share, report), group)
     problems = [problem for of_rank in found for problem in of_rank]
     more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
     return f"{problems[0]}{more}" if problems else None
@@ -86,10 +86,15 @@ def _read_files(folder: Path) -> tuple[dict[str, Any], str | None]:
     return manifest["files"], None
 
 
-def _find_changed(
-    folder: Path, files: dict[str, dict[str, Any]], report: Callable[[int, int], None]
+def find_changed(
+    folder: Path,
+    files: dict[str, dict[str, Any]],
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[str]:
-    """Hash `files`. Return one sentence for each file whose content has changed since the save."""
+    """Hash `files`, a dict from relative path to `entry`. Return one sentence for each damaged or missing file.
+
+    Not collective. Raises OSError if a file cannot be read for a reason other than damage. report: as in `find_damage`.
+    """
     problems, done, total = [], 0, sum(expected["size"] for expected in files.values())
     for name, expected in files.items():
         try:

@@ -14,7 +14,7 @@ import numpy as np
 from forge.checkpoint import find_checkpoint, read_state
 from forge.checkpoint.folders import steps
 from forge.checkpoint.loading import TRAINER
-from forge.checkpoint.manifest import MANIFEST, Damaged, entry, read_manifest
+from forge.checkpoint.manifest import Damaged, find_changed, read_manifest
 from forge.config import Config, Phases
 from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
@@ -22,7 +22,7 @@ from forge.data.loader import mixtures_ahead, part_of, steps_from
 from forge.data.tokenizer import Tokenizer
 from forge.observe.run_directory import RunDirectory
 from forge.run.rollback import read_rollbacks
-from forge.runtime.errors import NO_CHECKPOINT, UserError
+from forge.runtime.errors import NO_CHECKPOINT, UserError, unreadable
 from forge.train.state import Progress, Rollback
 
 
@@ -100,13 +100,19 @@ def dataset_of_run(config: Config, last: int) -> PackedDataset:
 
 
 def _undamaged_state(path: Path) -> dict[str, Any]:
-    """Return the trainer's state in the checkpoint `path`. Verify only this file, not the tensors."""
+    """Return the trainer's state in the checkpoint `path`. Verify only this file, not the tensors.
+
+    Raises UserError, with exit code 77 if the file or the manifest is damaged.
+    """
     try:
-        if entry(path / TRAINER) != read_manifest(path)["files"].get(TRAINER):
-            raise Damaged(f"{TRAINER} differs from its checksum in {MANIFEST}")
-        return read_state(path)
-    except (Damaged, OSError) as error:
-        raise UserError(f"checkpoint {path} is damaged: {error}", NO_CHECKPOINT) from None
+        problems = find_changed(path, {TRAINER: read_manifest(path)["files"][TRAINER]})
+    except Damaged as error:
+        problems = [str(error)]
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if problems:
+        raise UserError(f"checkpoint {path} is damaged: {problems[0]}", NO_CHECKPOINT)
+    return read_state(path)
 
 
 def samples_of_step(

@@ -1,7 +1,10 @@
 """inspect_data shows the batches that the loader hands to training."""
 
+import errno
 import json
+import os
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from forge.data.dataset import PackedDataset
 from forge.data.loader import Loader, steps_from
 from forge.data.order import SkippedRange
 from forge.data.tokenizer import ByteTokenizer
-from forge.runtime.errors import BAD_CONFIG, NO_CHECKPOINT
+from forge.runtime.errors import BAD_CONFIG, FAILED, NO_CHECKPOINT, UserError
 from forge.tools.prepare.inspect import dataset_of_run, mixture_of_steps, samples_of_step
 from tests.support.streams import Counting
 from tests.support.trained import call, objects
@@ -153,7 +156,29 @@ def test_a_damaged_state_of_the_run_is_one_sentence(tmp_path):
     state.write_text("{")
     found = call(tmp_path, "inspect_data", *options)
     assert found.code == NO_CHECKPOINT and "Traceback" not in found.err
-    assert f"checkpoint {checkpoint} is damaged: trainer.json differs from its checksum" in found.err
+    assert f"checkpoint {checkpoint} is damaged: trainer.json has a wrong checksum" in found.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EACCES, BAD_CONFIG), (errno.ESTALE, FAILED)])
+def test_an_unreadable_state_of_the_run_is_not_damaged(tmp_path, monkeypatch, number, code):
+    checkpoint = tmp_path / "run" / "checkpoints" / step_name(2)
+    checkpoint.mkdir(parents=True)
+    state = checkpoint / "trainer.json"
+    state.write_text("{}")
+    (checkpoint / MANIFEST).write_text(compose(2, 1, {}, {state.name: entry(state)}))
+
+    opened = Path.open
+
+    def fail(path, *args, **options):
+        if path == state:
+            raise OSError(number, os.strerror(number))
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", fail)
+    config = load_config([*PHASED, "--run.name=run", f"--run.output_dir={tmp_path}"])
+    with pytest.raises(UserError, match=rf"{checkpoint}: cannot be read: trainer.json") as error:
+        dataset_of_run(config, 12)
+    assert error.value.exit_code == code
 
 
 @pytest.mark.parametrize(
