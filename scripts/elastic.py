@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.runtime.errors import FINISHED, UserError
+from forge.runtime.errors import FAILED, FINISHED, UserError
 from scripts.options import Options, exit_code_of, number, port, positive
 
 
@@ -82,7 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
     if given.command == "meeting":
         return exit_code_of(lambda: _meeting(given.port, given.host))
     codes: list[int] = []
-    return exit_code_of(lambda: codes.append(_node(given))) or max(codes, default=FINISHED)
+    # Without a code the reader has closed the pipe, e.g. `layouts ... | head`.
+    closed = FINISHED if given.command == "layouts" else FAILED
+    return exit_code_of(lambda: codes.append(_node(given))) or next(iter(codes), closed)
 
 
 def _meeting(port: int, host: str) -> None:

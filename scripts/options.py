@@ -117,6 +117,8 @@ def require_output(path: Path) -> None:
     """Raise UserError if the file `path`, given as --output, cannot be written. Call it before long work."""
     if os.path.isdir(path):
         raise UserError(f"--output {path}: is a folder; name a file")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"--output {path}: is not a regular file, e.g. a device; name a file")
     if not os.access(path.parent, os.W_OK):
         why = "cannot be written" if os.path.isdir(path.parent) else "is not an existing folder"
         raise UserError(f"--output {path}: {path.parent} {why}")

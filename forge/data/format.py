@@ -222,8 +222,10 @@ class TokenDataset:
             )
         file = RemoteFile(path, record.bytes, record.sha256[:32], expected, block_digest)
         if record is self.index.shards[number].token_file:
-            # Held-out data may be the same files. Training data is opened first, and knows the next use.
-            cache.next_uses.setdefault(file.key, lambda blocks: self._need_of(number, blocks))
+            uses = cache.next_uses
+            # Held-out data may be the same files as training data, which knows its next use.
+            if self.next_use is not None or file.key not in uses:
+                uses[file.key] = lambda blocks: self._need_of(number, blocks)
         else:
             cache.next_uses[file.key] = lambda blocks: np.zeros(len(blocks))
         return RemoteArray(file, cache, dtype)

@@ -168,7 +168,7 @@ class TimeLimit:
         self.evaluations_s = evaluations_s
         self._phase, self._since = "", began
         self._evaluated_s = 0.0  # since the last step
-        self._compilation_s = 0.0  # of the next step
+        self._compiling = 0  # number of steps for which to reserve a first step
         self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=10))
 
     def enter(self, phase: str, _step: int) -> None:
@@ -188,9 +188,12 @@ class TimeLimit:
 
         growth: tokens of the next step per token of this step. compiles: True if the next step may compile.
         """
-        growth = max(growth, 1.0)
-        self._recent["step"] = deque((growth * step_s for step_s in self._recent["step"]), maxlen=10)
-        self._compilation_s = growth * max(self._recent["first step"], default=0.0) if compiles else 0.0
+        for kind in ("step", "first step"):
+            self._recent[kind] = deque(
+                (max(growth, 1.0) * step_s for step_s in self._recent[kind]), maxlen=10
+            )
+        # Until the first step with the new settings has ended, and a second one, which shows their usual duration.
+        self._compiling = 3 if compiles else self._compiling - 1
 
     def near(self, save_s: float) -> bool:
         """Return whether the run must stop now. save_s: duration of the slowest save so far in seconds; 0: no save yet."""
@@ -199,5 +202,6 @@ class TimeLimit:
         steps = STEPS * sum(max(self._recent[phase], default=0.0) for phase in ("data", "step"))
         # A single evaluation, perhaps on a slow day, must not leave too little time for steps.
         evaluations = min(self.evaluations_s, MOST_EVALUATIONS * self._limit_s)
-        reserve = saves + steps + self._compilation_s + evaluations + self._waits_s
+        compilation = max(self._recent["first step"], default=0.0) if self._compiling > 0 else 0.0
+        reserve = saves + steps + compilation + evaluations + self._waits_s
         return time.monotonic() - self._began + reserve >= self._limit_s

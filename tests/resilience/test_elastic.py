@@ -128,7 +128,7 @@ def test_an_agent_learns_its_clock_offset_and_the_rendezvous_ends_with_the_run()
     "status, code",
     [
         ({"state": "stopped"}, STOPPED),
-        ({"state": "stopped", "final": True}, FINISHED),
+        ({"state": "stopped", "final": True}, STOPPED),
         ({"state": "finished"}, FINISHED),
         ({}, FINISHED),
     ],

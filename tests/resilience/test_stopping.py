@@ -238,9 +238,10 @@ def test_time_is_reserved_for_the_first_step_of_a_phase_with_longer_steps(clock)
     limit = after(clock, *steps)
     limit.expect(growth=4.0, compiles=True)
     assert stops_at(limit, clock, save_s=100.0) == 100 + 800 - 3 * (1 + 4 * 9) - 4 * 50
-    # The next step has the same settings: the compilation is over.
-    limit.expect(growth=1.0, compiles=False)
-    assert stops_at(limit, clock, save_s=100.0) == 100 + 800 - 3 * (1 + 4 * 9)
+    # The first step with these settings and the second one are reserved. After them, the steps show how long a step takes.
+    for reserved in (200, 200, 0):
+        limit.expect(growth=1.0, compiles=False)
+        assert stops_at(limit, clock, save_s=100.0) == 100 + 800 - 3 * (1 + 4 * 9) - reserved
 
 
 def test_a_phase_with_shorter_steps_reserves_a_whole_compilation(clock) -> None:

@@ -108,8 +108,10 @@ def test_a_result_into_a_closed_pipe_is_no_error(monkeypatch) -> None:
 
 
 def test_a_result_onto_a_full_disk_is_an_error_in_one_sentence(monkeypatch) -> None:
-    with contextlib.suppress(OSError), open("/dev/full", "w") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        with pytest.raises(UserError, match="stdout: cannot be written: No space left on device") as caught:
-            print_result("text")
-        assert caught.value.exit_code == FAILED
+    stream = open("/dev/full", "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", stream)
+    with pytest.raises(UserError, match="stdout: cannot be written: No space left on device") as caught:
+        print_result("text")
+    assert caught.value.exit_code == FAILED
+    with contextlib.suppress(OSError):
+        stream.close()  # writes again

@@ -206,13 +206,13 @@ def _leave(number: int, _frame: Any) -> None:
 
 
 def exit_code_at_end(argv: Sequence[str]) -> int:
-    """Return the agent's exit code after all ranks exited with 0: 75 if the run should be started again, else 0.
+    """Return the agent's exit code after all ranks exited with 0: 75 if the run was stopped before its last step, else 0.
 
     Stopped ranks, e.g. after `resilience.time_limit_s`, also exit with 0, because PyTorch's agent restarts ranks with any
-    other exit code. The state in status.json tells the two cases apart. A run that a hook stopped has ended.
+    other exit code. The state in status.json tells the two cases apart.
     """
-    status = read_object(_directory(argv).status)
-    return STOPPED if status.get("state") == "stopped" and not status.get("final") else FINISHED
+    state = read_object(_directory(argv).status).get("state")
+    return STOPPED if state == "stopped" else FINISHED
 
 
 def _directory(argv: Sequence[str]) -> RunDirectory:

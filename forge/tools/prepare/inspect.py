@@ -14,7 +14,7 @@ import numpy as np
 from forge.checkpoint import find_checkpoint, read_state
 from forge.checkpoint.folders import steps
 from forge.checkpoint.loading import TRAINER
-from forge.checkpoint.manifest import Damaged, find_changed, read_manifest
+from forge.checkpoint.manifest import MANIFEST, Damaged, find_changed, read_manifest
 from forge.config import Config, Phases
 from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
@@ -105,7 +105,9 @@ def _undamaged_state(path: Path) -> dict[str, Any]:
     Raises UserError, with exit code 77 if the file or the manifest is damaged.
     """
     try:
-        problems = find_changed(path, {TRAINER: read_manifest(path)["files"][TRAINER]})
+        files = read_manifest(path).get("files", {})
+        named = TRAINER in files
+        problems = find_changed(path, {TRAINER: files[TRAINER]}) if named else [f"{MANIFEST} lacks {TRAINER}"]
     except Damaged as error:
         problems = [str(error)]
     except OSError as error:

@@ -167,7 +167,7 @@ def _emptied(folder: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _refuse_other_datasets(manifest: Manifest, size: str, output: Path, made_from: str) -> None:
