@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from forge.runtime.errors import UserError
-from forge.tools.verify.compare import Comparison, Difference, difference_of
+from forge.tools.verify.compare import Comparison, Difference, difference_of, largest
 from forge.tools.verify.pieces import TensorKey, TensorPiece, whole
 from forge.tools.verify.ranks import RankFailed, limit_s, run_ranks
 from forge.tools.verify.record import RankRecord, RankStep, Settings, record_on_rank
@@ -121,9 +121,8 @@ def compare_records(
             order = list(dict.fromkeys([*order, *(one.name for one in now.seen if one.output)]))
             for (key, _), piece, other in _paired(dict(_tensors(now)), before, result.unplaced):
                 expected = other.values
-                size = expected.abs().max().item() if expected.numel() else 0.0
                 equal = Difference(number, *key, rank, (), 0.0, 0.0, 0.0)
-                found = difference_of(equal, expected, [whole(piece.values)], size or 1.0)
+                found = difference_of(equal, expected, [whole(piece.values)], largest(expected) or 1.0)
                 result.compared += 1
                 result.largest[key[0]] = max(result.largest.get(key[0], 0.0), found.size)
                 if found.size > bound:

@@ -86,7 +86,7 @@ def compare_rank(
     """Compare one rank's recording with the reference. absolute: do not divide differences by the tensors' scales."""
     result = Comparison()
     for number, (whole, step) in enumerate(zip(reference.steps, record.steps, strict=True)):
-        sizes = {key: _largest(tensor) for key, tensor in whole.items()}
+        sizes = {key: largest(tensor) for key, tensor in whole.items()}
         floors: dict[str, float] = defaultdict(float)
         for (kind, _), size in sizes.items():
             floors[kind] = max(floors[kind], FLOOR * size)
@@ -187,6 +187,7 @@ def difference_of(
     """Return the largest difference over a tensor's pieces, or the first of several largest. Return `equal` if none differs.
 
     equal: a Difference of size 0 with the tensor's name and rank. expected: the whole tensor. scale: divides differences.
+    NaN equals NaN and inf equals inf. A difference from a number is infinite.
     """
     worst = equal
     for piece in pieces:
@@ -195,7 +196,8 @@ def difference_of(
         if not mine.numel() or torch.equal(values, mine):
             continue
         apart = (values - mine).abs().double()
-        apart = torch.where(apart.isnan(), inf, apart).flatten()
+        apart = torch.where(apart.isnan(), inf, apart)
+        apart = torch.where((values == mine) | (values.isnan() & mine.isnan()), 0.0, apart).flatten()
         place = int(apart.argmax())
         size = apart[place].item() / scale
         if size > worst.size:
@@ -220,7 +222,7 @@ def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
             here = tuple(slice(0, size) for size in then.values.shape)
             equal = Difference(len(record.steps) - 1, kind, name, rank, (), 0.0, 0.0, 0.0)
             found = difference_of(
-                equal, then.values, [TensorPiece(now.values, here)], _largest(then.values) or 1.0
+                equal, then.values, [TensorPiece(now.values, here)], largest(then.values) or 1.0
             )
             if found is not equal:
                 yield replace(found, index=global_index(then.place, found.index), part=then.place)
@@ -235,5 +237,7 @@ def _first_time(key: TensorKey) -> TensorKey:
     return (kind, name) if key[0] in AGAIN else key
 
 
-def _largest(tensor: Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
+def largest(tensor: Tensor) -> float:
+    """Return the largest absolute value of the finite elements; 0 without one."""
+    finite = tensor[tensor.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, prod, sqrt
+from math import inf, isfinite, isnan, prod, sqrt
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -121,7 +121,8 @@ def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: 
     for number, wholes in enumerate(expected.steps):
         floors: dict[str, float] = defaultdict(float)
         for (kind, _), (_, numbers) in wholes.items():
-            floors[kind] = max(floors[kind], FLOOR * sqrt(numbers[-1]))
+            if isfinite(numbers[-1]):
+                floors[kind] = max(floors[kind], FLOOR * sqrt(numbers[-1]))
         for key, (shape, wanted) in wholes.items():
             pieces = list(_pieces(key, [rank[number] for rank in ranks]))
             elements = sum(elements for _, _, elements, _ in pieces)
@@ -132,16 +133,10 @@ def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: 
                 elif pieces:
                     result.unplaced.add(key[1])
                 continue
-            scale = max(sqrt(wanted[-1]), floors[key[0]]) or 1.0
+            scale = max(sqrt(wanted[-1]) if isfinite(wanted[-1]) else 0.0, floors[key[0]]) or 1.0
             found = [sum(numbers) for numbers in zip(*(one for _, _, _, one in pieces), strict=True)]
-            apart = [
-                abs(mine - theirs) / scale for mine, theirs in zip(found, wanted[:NUMBERS], strict=False)
-            ]
-            # A NaN counts as an infinite difference.
-            worst = max(
-                range(NUMBERS), key=lambda place: inf if apart[place] != apart[place] else apart[place]
-            )
-            size = inf if apart[worst] != apart[worst] else apart[worst]
+            apart = [_apart(*both) / scale for both in zip(found, wanted[:NUMBERS], strict=False)]
+            size, worst = max((size, place) for place, size in enumerate(apart))
             rank = next((rank for rank, copies, _, _ in pieces if copies > tolerance * scale), None)
             result.compared += 1
             result.largest[key[0]] = max(result.largest.get(key[0], 0.0), size)
@@ -150,6 +145,13 @@ def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: 
                     Difference(number, *key, rank or 0, (), found[worst], wanted[worst], size, digest=True)
                 )
     return result
+
+
+def _apart(mine: float, theirs: float) -> float:
+    """Return the difference of two numbers. NaN equals NaN and inf equals inf. A difference from a number is infinite."""
+    if mine == theirs or (isnan(mine) and isnan(theirs)):
+        return 0.0
+    return inf if isnan(mine - theirs) else abs(mine - theirs)
 
 
 def _pieces(key: TensorKey, ranks: Sequence[Held]) -> Iterator[tuple[int, float, int, Digest]]:
@@ -166,8 +168,7 @@ def _pieces(key: TensorKey, ranks: Sequence[Held]) -> Iterator[tuple[int, float,
                 continue
             _, most, _, first = found[place]
             pairs = zip(numbers[:-1], first[:-1], strict=True)
-            # A NaN counts as an infinite difference.
-            apart = max(inf if mine != mine else abs(mine - theirs) for mine, theirs in pairs)
+            apart = max(_apart(*both) for both in pairs)
             if apart > most:
                 found[place] = rank, apart, elements, first
     yield from found.values()

@@ -24,6 +24,7 @@ from forge.parallel.initialize import describe, fill_random
 from forge.parallel.layout import bounds_logits, make_layout
 from forge.parallel.logits import LargestLogits
 from forge.parallel.mesh import make_meshes
+from forge.runtime.errors import UserError
 from forge.shard import Box, Shard
 from forge.tools.verify.borders import Borders
 from forge.tools.verify.checkpoints import keep_whole, save
@@ -85,6 +86,8 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
         with hooks.around("gradients", number):
             valid = (batch.labels >= 0).sum().clamp(min=1)
             losses = _backward(model, batch, valid, shards, borders, record, step)
+            if not losses.isfinite().all():
+                raise UserError(f"the loss of step {number} is not finite, so nothing can be compared")
             if logits is not None:
                 logits.complete()
                 cast(Any, optimizer).bound_logits(logits.by_parameter)

@@ -117,6 +117,19 @@ def test_nan_is_a_difference() -> None:
     assert [one.name for one in compared(whole, mine).differences] == ["head.weight"]
 
 
+@pytest.mark.parametrize("hole", [float("nan"), float("inf"), -float("inf")])
+def test_elements_that_are_not_finite_in_both_are_equal_and_hide_no_difference(hole: float) -> None:
+    whole = reference()
+    whole.steps[1]["parameter", "norm.weight"][0, 0] = hole
+    mine = record(whole)
+    assert not compared(whole, mine).differences
+    damage(mine, "parameter", "norm.weight", by=1e-3)
+    damage(mine, "parameter", "head.weight", by=1e-3)
+    assert {one.name for one in compared(whole, mine).differences} == {"norm.weight", "head.weight"}
+    whole.steps[1]["parameter", "norm.weight"][0, 0] = 1.0
+    assert "norm.weight" in {one.name for one in compared(whole, mine).differences}
+
+
 def test_elements_on_no_rank_are_a_difference() -> None:
     whole, mine = reference(), record(reference())
     key = ("parameter", "norm.weight")

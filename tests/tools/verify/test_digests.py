@@ -97,6 +97,15 @@ def test_nan_is_a_difference() -> None:
     assert [one.name for one in result.differences] == ["norm.weight"]
 
 
+@pytest.mark.parametrize("hole", [float("nan"), float("inf")])
+def test_digests_that_are_not_finite_in_both_are_equal_and_hide_no_other_difference(hole: float) -> None:
+    whole = reference()
+    whole.steps[1]["gradient", "embedding.weight"][0, 0] = hole
+    assert not compared(whole, ranks(whole)).differences
+    (found,) = compared(whole, ranks(whole, ("gradient", "norm.weight"), by=1e-3)).differences
+    assert found.name == "norm.weight"
+
+
 def test_nan_in_the_second_copy_is_a_difference() -> None:
     result = compared(reference(), ranks(reference(), ("loss", "cross-entropy"), by=float("nan")))
     assert [(one.name, one.rank) for one in result.differences] == [("cross-entropy", 1)]
