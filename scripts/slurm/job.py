@@ -224,7 +224,7 @@ def count_stop(code: int, began: int, argv: list[str], environment: Mapping[str,
     """Count a stopped job run of elastic.sbatch. code: the greatest exit code of its agents. began: its start, Unix time.
 
     Return STOPPED (75) if the job should be requeued, FINISHED (0) if the run is finished or a hook stopped it, `code` if
-    a signal killed an agent and the run was not stopped, else FAILED (1).
+    a signal killed a working agent and the run was not stopped, else FAILED (1).
     """
     config, job = load_config(argv), environment.get("SLURM_JOB_ID", "0")
     run = (Path(config.run.output_dir) / config.run.name).absolute()
@@ -234,7 +234,8 @@ def count_stop(code: int, began: int, argv: list[str], environment: Mapping[str,
     status = json.loads(after.status or "{}") if written else {}
     if status.get("state") == "finished" or status.get("final"):
         return FINISHED
-    if code != STOPPED and status.get("state") != "stopped":
+    early = not written and code in BEFORE_HANDLERS  # a signal ended the agents before they could handle it
+    if code != STOPPED and not early and status.get("state") != "stopped":
         return code
     after = after if written else RunSnapshot("", after.checkpoints)
     names = {name for name, _ in after.checkpoints}

@@ -195,8 +195,9 @@ def test_the_status_decides_after_a_lost_or_leaving_node(tmp_path, status, code:
     assert count_stop(code, 0, argv, {"SLURM_JOB_ID": "7"}) == ended
     # A status of an earlier job run says nothing.
     assert count_stop(137, 2**40, argv, {"SLURM_JOB_ID": "7"}) == 137
-    # A stop before this job's ranks began, whatever the state that an earlier job has left.
+    # A stop before this job's ranks or agents began, whatever the state that an earlier job has left.
     assert count_stop(75, 2**40, argv, {"SLURM_JOB_ID": "8"}) == 75
+    assert count_stop(143, 2**40, argv, {"SLURM_JOB_ID": "9"}) == 75
 
 
 def test_arguments_for_srun_with_an_open_quote_are_refused(monkeypatch) -> None:
