@@ -34,8 +34,10 @@ def replace_atomically(path: Path, content: bytes, *, sync: bool = True) -> None
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        error.filename, error.filename2 = str(path), None  # the user does not know the temporary name
-        raise
+        if error.errno is None:
+            raise
+        # The user does not know the temporary name.
+        raise OSError(error.errno, error.strerror, str(path)) from error
     if sync:
         sync_folder(path.parent)
 

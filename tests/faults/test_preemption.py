@@ -90,9 +90,9 @@ def signal_before_the_last_status() -> None:
 
     ended = Reporter.ended
 
-    def late(self, *arguments) -> None:
+    def late(self, *arguments, **keywords) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        ended(self, *arguments)
+        ended(self, *arguments, **keywords)
 
     Reporter.ended = late
 
