@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from forge.data.integrity import check_files
 from forge.data.tokenizer import MODEL_FILE
 from forge.runtime.errors import FAILED, UserError
 from forge.runtime.files import replace_atomically
+from forge.runtime.private import PrivateFolder
 from forge.tools.prepare.archives import read_archive
 from forge.tools.prepare.prepare import Request, prepare
 from forge.tools.prepare.quality import Quality
@@ -160,12 +162,14 @@ def make_corpus(manifest: Manifest, size: str, cache: Path, output: Path, worker
 
 @contextmanager
 def _emptied(folder: Path) -> Iterator[Path]:
-    """Make `folder`, without the files of a killed run, and remove it after the body. Only forge writes to `folder`."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    """Yield an empty folder in the private folder `folder`, without the files of a killed build. Remove `folder` at the end.
+
+    Raises UserError if `folder` has files, but not forge's marker.
+    """
+    private = PrivateFolder(folder, "--output")
+    private.remove(re.compile("files"))
     try:
-        yield folder
+        yield private.make("files")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

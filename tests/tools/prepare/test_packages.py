@@ -153,6 +153,15 @@ def test_text_left_by_a_killed_build_is_removed(index, tmp_path, monkeypatch) ->
     assert sorted(path.name for path in (tmp_path / "out" / "text").iterdir()) == ["prose", "python"]
 
 
+def test_a_folder_that_forge_did_not_mark_is_refused_and_kept(index, tmp_path) -> None:
+    mine = tmp_path / "out" / "text" / ".forge-new" / "mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(UserError, match=r"--output: .*\.forge-new"):
+        make_corpus(manifest(index), "small", tmp_path / "cache", tmp_path / "out", workers=1)
+    assert mine.read_text() == "mine"
+
+
 def test_another_size_in_the_same_folder_is_refused_and_changes_nothing(index, tmp_path) -> None:
     make_corpus(manifest(index), "small", tmp_path / "cache", tmp_path / "out", workers=1)
     before = contents(tmp_path / "out")
